@@ -1,0 +1,1 @@
+"""Checkpoints: names and full shapes, whatever the stage and the number of ranks."""

@@ -1,0 +1,102 @@
+"""Full state: what one process would have saved, collected unit by unit on rank 0's CPU.
+
+On the other ranks the same names stand for tensors on the meta device: right in shape and dtype, and
+without memory, so that code which edits a checkpoint before it is written runs on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.optimizer import ShardedOptimizer
+from lightning_zero.engine.parameter import ZeroParameter
+from lightning_zero.engine.unit import ParameterSlot, Unit
+
+
+def module_state(engine: ZeroEngine, module: nn.Module) -> dict[str, Any]:
+    """Collect ``module.state_dict()`` with full parameters. Every rank must call it.
+
+    Args:
+        engine: The engine that shards the module.
+        module: The module, or a part of it.
+
+    Returns:
+        The state dict; tensors are on the CPU on rank 0, parameters on the meta device on others.
+        Parameters that are tied stay tied.
+    """
+    full = {}
+    engine.schedule.rest()  # values that user code has written reach the masters
+    for unit in engine.units:
+        flat = unit.collect_master()
+        for slot in unit.slots:
+            full[id(slot.param)] = _full(slot, flat)
+    # `keep_vars` hands out the parameters themselves, which gathers nothing.
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if isinstance(value, ZeroParameter):
+            state[name] = full[id(value)]
+        elif isinstance(value, Tensor):
+            state[name] = value.detach()
+    return state
+
+
+def optimizer_state(engine: ZeroEngine, sharded: ShardedOptimizer) -> dict[str, Any]:
+    """Collect ``optimizer.state_dict()`` with full state. Every rank must call it.
+
+    Returns:
+        The state dict as DDP would save it, numbered by position in the param groups; tensors of
+        parameter shape are on the CPU on rank 0 and on the meta device on others.
+    """
+    state_dict = sharded.optimizer.state_dict()
+    numbers: dict[int, int] = {}
+    for number, slot in enumerate(sharded.slots()):
+        numbers.setdefault(id(slot), number)
+    states = {number: dict(state) for number, state in state_dict["state"].items()}
+    for unit in engine.units:
+        members = {numbers[id(slot)]: slot for slot in unit.slots if id(slot) in numbers}
+        keys = dict.fromkeys(
+            (key, value.dtype)
+            for number, slot in members.items()
+            for key, value in states.get(number, {}).items()
+            if sharded.is_sharded(key, value, slot)
+        )
+        for key, dtype in keys:
+            _fill(unit, members, states, key, dtype)
+    for state in states.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and not value.is_meta:
+                state[key] = value.cpu()
+    return {**state_dict, "state": states}
+
+
+def _fill(
+    unit: Unit,
+    members: dict[int, ParameterSlot],
+    states: dict[int, dict[str, Any]],
+    key: str,
+    dtype: torch.dtype,
+) -> None:
+    """Replace one kind of state of a unit's parameters by full tensors."""
+    shard = torch.zeros_like(unit.shard, dtype=dtype)
+    found = {}
+    for number, slot in members.items():
+        value = states.get(number, {}).get(key)
+        if ShardedOptimizer.is_sharded(key, value, slot) and value.dtype == dtype:
+            slot.in_shard(shard).copy_(value)
+            found[number] = slot
+    flat = unit.collect(shard, f"{key} of {unit.name}")
+    for number, slot in found.items():
+        states[number][key] = _full(slot, flat, dtype)
+
+
+def _full(slot: ParameterSlot, flat: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Copy one parameter's part out of a collected flat buffer, without its neighbours."""
+    device = "meta" if flat is None else "cpu"
+    full = torch.empty_strided(
+        slot.shape, slot.stride, dtype=dtype or slot.unit.dtype, device=device
+    )
+    return full if flat is None else full.copy_(slot.in_flat(flat))

@@ -1,0 +1,1 @@
+"""ZeRO over torch, without Lightning."""

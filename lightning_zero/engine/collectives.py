@@ -1,0 +1,441 @@
+"""One interface for the engine's communication, with a gloo way, an NCCL way and a lonely way.
+
+Sums are always taken in rank order and then divided by the number of ranks, so a value does not
+depend on which rank owns it. ``AVG`` is never used: gloo's silently sums.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroup, Store
+
+from lightning_zero.engine.stall import StallMonitor, as_timedelta
+
+# torch 2.13 renamed the collectives of single tensors; 2.11 has the older names only.
+_all_gather_single: Callable[..., dist.Work] = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)
+_reduce_scatter_single: Callable[..., dist.Work] = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Elements that this rank has sent, by kind. Padding is included."""
+
+    gather: int = 0
+    reduce: int = 0
+    other: int = 0
+
+
+class Pending(ABC):
+    """A collective under way. Its tensors must neither be written nor freed before ``wait``."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Make the result usable by whatever the caller runs next. A second call does nothing."""
+
+
+class _Done(Pending):
+    def wait(self) -> None:
+        pass
+
+
+class Collectives(ABC):
+    """What the engine asks of the ranks; each call is made by all of them, in the same order.
+
+    Attributes:
+        rank: This rank, from 0.
+        world_size: Number of ranks, N.
+        device: The device whose tensors travel.
+        traffic: Counts what was sent.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.traffic = Traffic()
+
+    def gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
+        """Fill ``flat`` with the shards of all ranks.
+
+        Args:
+            flat: Shape ``(N * S,)``, the result.
+            shard: Shape ``(S,)``, this rank's part; may be its place in ``flat`` itself.
+            label: What is gathered, for error messages.
+            tag: A number per unit; ranks that gather different units never take one for another's.
+        """
+        self.traffic.gather += (self.world_size - 1) * shard.numel()
+        return self._gather(flat, shard, label, tag)
+
+    def reduce(
+        self, flat: Tensor, out: Tensor, label: str, tag: int, base: Tensor | None = None
+    ) -> Pending:
+        """Average ``flat`` over the ranks and keep this rank's part.
+
+        Args:
+            flat: Shape ``(N * S,)``, this rank's contribution. Its values are lost.
+            out: Shape ``(S,)``, the result; may be this rank's place in ``flat`` itself.
+            label: What is reduced, for error messages.
+            tag: As for ``gather``.
+            base: Shape ``(S,)``, added to every rank's contribution before the sum, as it is when
+                each rank accumulates onto an average that it already holds.
+        """
+        self.traffic.reduce += (self.world_size - 1) * out.numel()
+        return self._reduce(flat, out, label, tag, base)
+
+    @abstractmethod
+    def _gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending: ...
+
+    @abstractmethod
+    def _reduce(
+        self, flat: Tensor, out: Tensor, label: str, tag: int, base: Tensor | None
+    ) -> Pending: ...
+
+    @abstractmethod
+    def scatter(self, flat: Tensor | None, out: Tensor, label: str) -> None:
+        """Give every rank its part of rank 0's ``flat``, which is None on the others."""
+
+    @abstractmethod
+    def collect(self, shard: Tensor, label: str) -> Tensor | None:
+        """Return the shards of all ranks, concatenated, on rank 0 and None on the others."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, label: str) -> None:
+        """Overwrite ``tensor`` with rank 0's."""
+
+    @abstractmethod
+    def sum(self, tensor: Tensor, label: str) -> Pending:
+        """Replace a small ``tensor`` by its sum over the ranks."""
+
+    @abstractmethod
+    def maximum(self, tensor: Tensor, label: str) -> Pending:
+        """Replace a small ``tensor`` by its elementwise maximum over the ranks."""
+
+    def close(self) -> None:
+        """Give up the process groups."""
+
+
+class LocalCollectives(Collectives):
+    """One rank: everything is already where it belongs."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(0, 1, device)
+
+    def _gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
+        if flat.data_ptr() != shard.data_ptr():
+            flat.copy_(shard)
+        return _Done()
+
+    def _reduce(
+        self, flat: Tensor, out: Tensor, label: str, tag: int, base: Tensor | None
+    ) -> Pending:
+        if base is not None:
+            torch.add(base, flat, out=out)
+        elif flat.data_ptr() != out.data_ptr():
+            out.copy_(flat)
+        return _Done()
+
+    def scatter(self, flat: Tensor | None, out: Tensor, label: str) -> None:
+        assert flat is not None
+        out.copy_(flat)
+
+    def collect(self, shard: Tensor, label: str) -> Tensor | None:
+        return shard
+
+    def broadcast(self, tensor: Tensor, label: str) -> None:
+        pass
+
+    def sum(self, tensor: Tensor, label: str) -> Pending:
+        return _Done()
+
+    def maximum(self, tensor: Tensor, label: str) -> Pending:
+        return _Done()
+
+
+class _GroupCollectives(Collectives):
+    """What gloo and NCCL share: groups of the engine's own, and the collectives of small things."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device, stall_timeout: float) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
+        ranks = dist.get_process_group_ranks(group)
+        backend = dist.get_backend(group)
+        # Two groups, so that gathers and reductions overlap each other under NCCL. Their own limit
+        # comes after ours, which knows more to say.
+        limit = as_timedelta(stall_timeout + 30)
+        self.gather_group = dist.new_group(ranks, backend=backend, timeout=limit)
+        self.reduce_group = dist.new_group(ranks, backend=backend, timeout=limit)
+        store = PrefixStore(f"lightning_zero/{self.gather_group.group_name}", _store_of(group))
+        self.monitor = StallMonitor(store, self.rank, self.world_size, stall_timeout)
+
+    def close(self) -> None:
+        self.monitor.stop()
+        with suppress(RuntimeError, ValueError):  # the user destroyed the default group before us
+            dist.destroy_process_group(self.gather_group)
+            dist.destroy_process_group(self.reduce_group)
+
+
+def _store_of(group: ProcessGroup) -> Store:
+    with suppress(AttributeError, RuntimeError):  # torch 2.13 has it, earlier ones do not
+        return group.get_group_store()
+    return dist.distributed_c10d._get_default_store()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """View a 1-D tensor as bytes: transports then need not know its dtype."""
+    return tensor.view(torch.uint8)
+
+
+class _GlooPending(Pending):
+    def __init__(
+        self,
+        monitor: StallMonitor,
+        works: list[dist.Work],
+        label: str,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._monitor = monitor
+        self._works = works
+        self._label = label
+        self._finish = finish
+        monitor.issued(label)
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        if works:
+            self._monitor.waits(self._label)
+            for work in works:
+                self._wait(work)
+            self._monitor.waits(None)
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def _wait(self, work: dist.Work) -> None:
+        try:
+            work.wait(as_timedelta(self._monitor.timeout))
+        except RuntimeError as reason:
+            if "imed out" in str(reason):
+                raise self._monitor.error(self._label) from reason
+            raise RuntimeError(
+                f"Another rank went away while this one waited for {self._label}; "
+                f"its own output has the cause. ({reason})"
+            ) from reason
+
+
+class GlooCollectives(_GroupCollectives):
+    """Batched point-to-point exchange: gloo's own gather and reduce-scatter take thrice as long."""
+
+    def _gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
+        chunks = flat.view(self.world_size, -1)
+        own = chunks[self.rank]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        works = []
+        for distance in range(1, self.world_size):
+            to, source = self._partners(distance)
+            works += [self._send(shard, to, self.gather_group, tag)]
+            works += [self._receive(chunks[source], source, self.gather_group, tag)]
+        return _GlooPending(self.monitor, works, label)
+
+    def _reduce(
+        self, flat: Tensor, out: Tensor, label: str, tag: int, base: Tensor | None
+    ) -> Pending:
+        chunks = flat.view(self.world_size, -1)
+        received = flat.new_empty(self.world_size - 1, chunks.shape[1])
+        terms = [chunks[self.rank]] * self.world_size
+        works = []
+        for distance in range(1, self.world_size):
+            to, source = self._partners(distance)
+            terms[source] = received[distance - 1]
+            works += [self._send(chunks[to], to, self.reduce_group, tag)]
+            works += [self._receive(terms[source], source, self.reduce_group, tag)]
+
+        def average() -> None:
+            if base is not None:
+                for term in terms:
+                    term.add_(base)
+            # Summed into a received term, since `out` may be one that is still to be added.
+            total = terms[1] if self.rank == 0 else terms[0]
+            torch.add(terms[0], terms[1], out=total)
+            for term in terms[2:]:
+                total.add_(term)
+            torch.div(total, self.world_size, out=out)
+
+        return _GlooPending(self.monitor, works, label, average)
+
+    def scatter(self, flat: Tensor | None, out: Tensor, label: str) -> None:
+        if flat is None:
+            works = [self._receive(out, 0, self.gather_group, 0)]
+        else:
+            chunks = flat.view(self.world_size, -1)
+            others = range(1, self.world_size)
+            works = [self._send(chunks[to], to, self.gather_group, 0) for to in others]
+            out.copy_(chunks[0])
+        _GlooPending(self.monitor, works, label).wait()
+
+    def collect(self, shard: Tensor, label: str) -> Tensor | None:
+        if self.rank != 0:
+            works = [self._send(shard, 0, self.gather_group, 0)]
+            _GlooPending(self.monitor, works, label).wait()
+            return None
+        flat = shard.new_empty(self.world_size * shard.numel())
+        chunks = flat.view(self.world_size, -1)
+        others = range(1, self.world_size)
+        works = [self._receive(chunks[source], source, self.gather_group, 0) for source in others]
+        chunks[0].copy_(shard)
+        _GlooPending(self.monitor, works, label).wait()
+        return flat
+
+    def broadcast(self, tensor: Tensor, label: str) -> None:
+        work = dist.broadcast(_bytes(tensor), group=self.gather_group, group_src=0, async_op=True)
+        _GlooPending(self.monitor, [work], label).wait()
+
+    def sum(self, tensor: Tensor, label: str) -> Pending:
+        return self._all_reduce(tensor, dist.ReduceOp.SUM, label)
+
+    def maximum(self, tensor: Tensor, label: str) -> Pending:
+        return self._all_reduce(tensor, dist.ReduceOp.MAX, label)
+
+    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, label: str) -> Pending:
+        work = dist.all_reduce(tensor, op=op, group=self.reduce_group, async_op=True)
+        return _GlooPending(self.monitor, [work], label)
+
+    def _partners(self, distance: int) -> tuple[int, int]:
+        return (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
+
+    @staticmethod
+    def _send(tensor: Tensor, to: int, group: ProcessGroup, tag: int) -> dist.Work:
+        work = dist.isend(_bytes(tensor), group=group, group_dst=to, tag=tag)
+        assert work is not None
+        return work
+
+    @staticmethod
+    def _receive(tensor: Tensor, source: int, group: ProcessGroup, tag: int) -> dist.Work:
+        work = dist.irecv(_bytes(tensor), group=group, group_src=source, tag=tag)
+        assert work is not None
+        return work
+
+
+class _CudaPending(Pending):
+    """Ordered by an event: ``wait`` lets the current stream wait, never the host.
+
+    The tensors are kept by reference until then. They were allocated on the compute stream and
+    return to it after it has waited, so the allocator reuses their memory in the right order.
+    """
+
+    def __init__(self, done: torch.cuda.Event, *keep: Tensor) -> None:
+        self._done: torch.cuda.Event | None = done
+        self._keep = keep
+
+    def wait(self) -> None:
+        done, self._done = self._done, None
+        if done is not None:
+            torch.cuda.current_stream().wait_event(done)
+        self._keep = ()
+
+
+class NcclCollectives(_GroupCollectives):
+    """Single-tensor collectives on a gather stream and a reduce stream."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device, stall_timeout: float) -> None:
+        super().__init__(group, device, stall_timeout)
+        self._gather_stream = torch.cuda.Stream(device)
+        self._reduce_stream = torch.cuda.Stream(device)
+
+    def _gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
+        def gather() -> None:
+            _all_gather_single(flat, shard, group=self.gather_group)
+
+        return self._run(self._gather_stream, gather, label, flat, shard)
+
+    def _reduce(
+        self, flat: Tensor, out: Tensor, label: str, tag: int, base: Tensor | None
+    ) -> Pending:
+        # Allocated here, on the compute stream, and kept until it has waited.
+        scratch = out if base is None else torch.empty_like(out)
+
+        def reduce() -> None:
+            _reduce_scatter_single(scratch, flat, group=self.reduce_group)
+            scratch.div_(self.world_size)
+            if base is not None:
+                torch.add(base, scratch, out=out)
+
+        keep = (flat, out, scratch) if base is None else (flat, out, scratch, base)
+        return self._run(self._reduce_stream, reduce, label, *keep)
+
+    def scatter(self, flat: Tensor | None, out: Tensor, label: str) -> None:
+        self.monitor.issued(label)
+        chunks = None if flat is None else list(flat.view(self.world_size, -1).unbind())
+        dist.scatter(out, chunks, group=self.gather_group, group_src=0)
+
+    def collect(self, shard: Tensor, label: str) -> Tensor | None:
+        self.monitor.issued(label)
+        flat = shard.new_empty(self.world_size * shard.numel()) if self.rank == 0 else None
+        chunks = None if flat is None else list(flat.view(self.world_size, -1).unbind())
+        dist.gather(shard, chunks, group=self.gather_group, group_dst=0)
+        return flat
+
+    def broadcast(self, tensor: Tensor, label: str) -> None:
+        self.monitor.issued(label)
+        dist.broadcast(_bytes(tensor), group=self.gather_group, group_src=0)
+
+    def sum(self, tensor: Tensor, label: str) -> Pending:
+        return self._all_reduce(tensor, dist.ReduceOp.SUM, label)
+
+    def maximum(self, tensor: Tensor, label: str) -> Pending:
+        return self._all_reduce(tensor, dist.ReduceOp.MAX, label)
+
+    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, label: str) -> Pending:
+        def reduce() -> None:
+            dist.all_reduce(tensor, op=op, group=self.reduce_group)
+
+        return self._run(self._reduce_stream, reduce, label, tensor)
+
+    def _run(
+        self, stream: torch.cuda.Stream, work: Callable[[], None], label: str, *keep: Tensor
+    ) -> Pending:
+        self.monitor.issued(label)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()
+            done = torch.cuda.Event()
+            done.record(stream)
+        return _CudaPending(done, *keep)
+
+
+def collectives_for(
+    device: torch.device, group: ProcessGroup | None, stall_timeout: float
+) -> Collectives:
+    """Choose the way for a device and a process group.
+
+    Args:
+        device: Where the parameters live.
+        group: The ranks that train together, or None for the default group if there is one.
+        stall_timeout: Seconds that a wait may last before it becomes an error.
+
+    Raises:
+        ValueError: If the group's backend cannot carry tensors of that device.
+    """
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None or dist.get_world_size(group) == 1:
+        return LocalCollectives(device)
+    backend = dist.get_backend(group)
+    if device.type == "cpu" and "gloo" in backend:
+        return GlooCollectives(group, device, stall_timeout)
+    if device.type == "cuda" and "nccl" in backend:
+        return NcclCollectives(group, device, stall_timeout)
+    raise ValueError(
+        f"process_group_backend={backend!r} cannot carry tensors on {device.type!r}: "
+        "use 'gloo' with accelerator='cpu' and 'nccl' with accelerator='gpu'."
+    )

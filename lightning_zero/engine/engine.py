@@ -1,0 +1,373 @@
+"""The engine: trains one module sharded over the ranks of a process group. Knows torch only."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.distributed import ProcessGroup
+from torch.nn.parameter import is_lazy
+
+from lightning_zero.engine import clipping
+from lightning_zero.engine.buffers import BufferSync
+from lightning_zero.engine.collectives import Collectives, collectives_for
+from lightning_zero.engine.flags import GradientFlags
+from lightning_zero.engine.optimizer import OptimizerSharding, ShardedOptimizer, check_optimizer
+from lightning_zero.engine.parameter import ZeroParameter, local_grad
+from lightning_zero.engine.placement import Placement, StagePlacement, placement_of
+from lightning_zero.engine.saved import SavedParameters
+from lightning_zero.engine.schedule import Schedule
+from lightning_zero.engine.unit import ParameterSlot, Unit
+from lightning_zero.engine.units import UnitPlan, WrapPolicy, plan_buckets, plan_units
+
+
+class ZeroEngine:
+    """Shards a module in place and keeps it trainable as if it were whole.
+
+    ```python
+    engine = ZeroEngine(module, stage=3)
+    optimizer = torch.optim.AdamW(module.parameters())
+    engine.attach(optimizer)
+    for batch in loader:
+        with engine.forward():
+            loss = module(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    engine.restore()
+    ```
+
+    Every rank makes the same calls. Rank 0's parameters and buffers replace those of the others.
+
+    Args:
+        module: The module; its parameter objects stay the same for the whole run.
+        stage: 1, 2 or 3.
+        device: Where to train; parameters may be there or on the CPU. Default: where they are.
+        group: The ranks. Default: the default process group; none means one rank.
+        auto_wrap_policy: The units of stage 3, see ``plan_units``.
+        bucket_mb: Megabytes (2**20 bytes) of parameters per unit at stages 1 and 2.
+        prefetch: Whether to gather the next unit while the one before it computes.
+        broadcast_buffers: Whether rank 0's buffers replace the others' before forward passes.
+        stall_timeout: Seconds that a wait for other ranks may last before it becomes an error.
+        optimizer_sharding: ``"auto"`` refuses optimizers that are not known to be elementwise;
+            ``"elementwise"`` takes your word for it.
+        reduce_every_backward: Whether a backward pass inside ``no_sync`` reduces at stages 2 and 3,
+            which keeps gradients sharded; otherwise they are kept whole until the last one.
+
+    Attributes:
+        units: The units, in the order of registration.
+        collectives: How the ranks talk, with its count of traffic.
+        live: Whether the module is sharded; False after ``restore`` and ``abandon``.
+
+    Raises:
+        ValueError: If an argument or a parameter cannot be used; the message says which and why.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        stage: int = 3,
+        device: torch.device | None = None,
+        group: ProcessGroup | None = None,
+        auto_wrap_policy: WrapPolicy = "auto",
+        bucket_mb: float = 25.0,
+        prefetch: bool = True,
+        broadcast_buffers: bool = True,
+        stall_timeout: float = 300.0,
+        optimizer_sharding: OptimizerSharding = "auto",
+        reduce_every_backward: bool = True,
+    ) -> None:
+        placement = placement_of(stage)
+        device = device or _device_of(module)
+        check_module(module, device)
+        if placement.parameters is Placement.SHARDED:
+            plans = plan_units(module, auto_wrap_policy)
+        else:
+            plans = plan_buckets(module, bucket_mb)
+        self.module = module
+        self.stage = stage
+        self.collectives = collectives_for(device, group, stall_timeout)
+        if self.collectives.world_size == 1:  # its share is the whole
+            placement = replace(placement, parameters=Placement.REPLICATED)
+        self.placement = placement
+        self.units = _build_units(plans, placement, self.collectives)
+        self.slots = [slot for unit in self.units for slot in unit.slots]
+        self._by_param = {id(slot.param): slot for slot in self.slots}
+        # The left-over parameters are used between the other units, so they stay.
+        pinned = [u for u, plan in zip(self.units, plans, strict=True) if plan.module is module]
+        self.schedule = Schedule(self.units, pinned, prefetch, 2 if device.type == "cuda" else 1)
+        self.flags = GradientFlags(self.slots, self.collectives)
+        _move_buffers(module, device)
+        self._buffers = BufferSync(module, self.collectives, broadcast_buffers)
+        self._sharding = optimizer_sharding
+        self._defers = placement.gradients is Placement.REPLICATED or not reduce_every_backward
+        self._optimizers: dict[int, ShardedOptimizer] = {}
+        self.live = True
+        self._unwatched = self.slots  # frozen parameters, which cannot have gradient hooks
+        self._grad_hooks: list[Any] = []
+        self._module_hooks: list[Any] = []
+        self._saved: SavedParameters | None = None
+        self.schedule.after_round = self.flags.start
+        for unit in self.units:
+            unit.settle = self.flags.settle
+        if placement.parameters is Placement.SHARDED:
+            self._watch_modules(plans)
+            self._saved = SavedParameters(self.units, self.schedule)
+            self._saved.enter()
+        self._watch_gradients()
+
+    # Forward and backward
+
+    @contextmanager
+    def forward(self) -> Generator[None, None, None]:
+        """Surround a forward pass of the whole module; its backward comes after, or inside."""
+        self._watch_gradients()
+        self._buffers.before_forward(self.schedule.blocked)
+        self.schedule.begin_pass()
+        yield
+        self.schedule.end_forward()
+
+    @contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Surround micro-batches whose gradients need not be averaged yet."""
+        before, self.schedule.blocked = self.schedule.blocked, self._defers
+        try:
+            yield
+        finally:
+            self.schedule.blocked = before
+
+    @contextmanager
+    def backward(self) -> Generator[None, None, None]:
+        """Surround a backward pass where a rank might find nothing to do while others do."""
+        before = self.schedule.rounds
+        yield
+        if self.schedule.rounds == before:
+            self.skip_backward()
+
+    def skip_backward(self) -> None:
+        """Take part in the reductions of a backward pass that only other ranks run."""
+        if not self.schedule.blocked:
+            self.schedule.complete_round()
+
+    def finish_gradients(self) -> None:
+        """Wait until the average of all gradients is present, and known where it is missing."""
+        late = [slot for slot in self._unwatched if local_grad(slot.param) is not None]
+        for slot in late:  # unfrozen in the middle of a step, when it had no hook yet
+            slot.unit.take_grad(slot)
+        if late:
+            self.schedule.reduce_left()
+            self.flags.start()
+        self.schedule.finish()
+        self.flags.settle()
+
+    def _watch_gradients(self) -> None:
+        """Put hooks on parameters that have become trainable."""
+        with torch._C.DisableTorchFunctionSubclass():
+            thawed = [slot for slot in self._unwatched if slot.param.requires_grad]
+            for slot in thawed:
+                hook = _report_to(self.schedule, slot)
+                self._grad_hooks.append(slot.param.register_post_accumulate_grad_hook(hook))
+        if thawed:
+            self._unwatched = [slot for slot in self._unwatched if slot not in thawed]
+
+    def _watch_modules(self, plans: Iterable[UnitPlan]) -> None:
+        by_module: dict[nn.Module, list[Unit]] = {}
+        for plan, unit in zip(plans, self.units, strict=True):
+            if plan.module is not None and plan.module is not self.module:
+                by_module.setdefault(plan.module, []).append(unit)
+        for module, units in by_module.items():
+            enter, leave = _module_hooks(self.schedule, module, units)
+            self._module_hooks += [
+                module.register_forward_pre_hook(enter, prepend=True),
+                module.register_forward_hook(leave, always_call=True),
+            ]
+
+    # Optimizers
+
+    def attach(self, optimizer: optim.Optimizer) -> ShardedOptimizer:
+        """Let an optimizer over the module's parameters step on shards from now on.
+
+        Raises:
+            NotImplementedError: If it is not elementwise.
+            ValueError: If it holds a parameter that is not the module's.
+        """
+        if id(optimizer) not in self._optimizers:
+            check_optimizer(optimizer, self._sharding)
+            self._optimizers[id(optimizer)] = ShardedOptimizer(
+                optimizer, self._by_param, self.schedule, self.finish_gradients
+            )
+        return self._optimizers[id(optimizer)]
+
+    def sharded(self, optimizer: optim.Optimizer) -> ShardedOptimizer:
+        """Return what ``attach`` made of an optimizer; it outlives ``restore``, for saving."""
+        return self._optimizers[id(optimizer)]
+
+    def grad_norm(self, params: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
+        """Compute the norm of the averaged gradients of ``params`` over all ranks."""
+        self.finish_gradients()
+        return clipping.grad_norm(self._slots_of(params), self.collectives, norm_type)
+
+    def clip_by_norm(
+        self, params: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clip the gradients of ``params`` by their norm over all ranks; return it unclipped."""
+        self.finish_gradients()
+        slots = self._slots_of(params)
+        return clipping.clip_by_norm(slots, self.collectives, max_norm, norm_type)
+
+    def clip_by_value(self, params: Iterable[nn.Parameter], limit: float) -> None:
+        """Clamp every element of the gradients of ``params`` to ``[-limit, limit]``."""
+        self.finish_gradients()
+        clipping.clip_by_value(self._slots_of(params), limit)
+
+    def slot_of(self, param: nn.Parameter) -> ParameterSlot | None:
+        """Return what is known of a parameter of the module, or None for any other tensor."""
+        return self._by_param.get(id(param))
+
+    def _slots_of(self, params: Iterable[nn.Parameter]) -> list[ParameterSlot]:
+        return [self._by_param[id(param)] for param in params]
+
+    # What the module takes
+
+    def full_nbytes(self) -> int:
+        """Count the bytes of the full parameters, without padding."""
+        return sum(slot.view.numel() * slot.view.element_size() for slot in self.slots)
+
+    def summary(self) -> str:
+        """Say in one line what was sharded."""
+        numel = sum(slot.view.numel() for slot in self.slots)
+        largest = max((unit.flat_nbytes for unit in self.units), default=0)
+        held = sum(unit.resting_nbytes for unit in self.units)
+        return (
+            f"ZeRO stage {self.stage} on {self.collectives.world_size} rank(s): "
+            f"{numel / 1e6:.1f}M parameters in {len(self.units)} units, "
+            f"{held / 1e6:.1f} MB of parameters per rank, largest unit {largest / 1e6:.1f} MB"
+        )
+
+    def agree(self, yes: bool) -> bool:
+        """Say whether all ranks say yes."""
+        no = torch.tensor([not yes], dtype=torch.uint8, device=self.collectives.device)
+        self.collectives.maximum(no, "agreement").wait()
+        return not no.item()
+
+    def restore(self, device: torch.device | str = "cpu") -> None:
+        """Make the module ordinary again, with its full weights on ``device`` in every rank."""
+        self.schedule.rest()
+        self._let_go()
+        for unit in self.units:
+            unit.restore(torch.device(device))
+
+    def abandon(self) -> None:
+        """Make the module as ordinary as one rank alone can, after an error.
+
+        Replicated weights stay as they are; reading sharded ones becomes an error.
+        """
+        self._let_go()
+        for unit in self.units:
+            unit.abandon()
+
+    def close(self) -> None:
+        """Give up the process groups. Nothing can be gathered or saved any more."""
+        self.collectives.close()
+
+    def _let_go(self) -> None:
+        self.live = False
+        if self._saved is not None:
+            self._saved.exit()
+            self._saved = None
+        for sharded in self._optimizers.values():
+            sharded.detach()
+        for handle in (*self._grad_hooks, *self._module_hooks):
+            handle.remove()
+        self._grad_hooks.clear()
+        self._module_hooks.clear()
+
+
+def _build_units(
+    plans: Iterable[UnitPlan], placement: StagePlacement, collectives: Collectives
+) -> list[Unit]:
+    with torch.inference_mode(False), torch.no_grad():
+        return [
+            Unit(plan.name, index, plan.params, placement, collectives)
+            for index, plan in enumerate(plans)
+        ]
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.device != device:
+                child._buffers[name] = buffer.to(device)
+
+
+def _report_to(schedule: Schedule, slot: ParameterSlot) -> Callable[[Tensor], None]:
+    def report(_: Tensor) -> None:
+        schedule.report(slot)
+
+    return report
+
+
+def _module_hooks(
+    schedule: Schedule, module: nn.Module, units: list[Unit]
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Make hooks that a copy of the module, which takes them along, does not obey."""
+    watched = weakref.ref(module)
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if module is watched():
+            schedule.enter(units)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if module is watched():
+            schedule.leave(units)
+
+    return enter, leave
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    param = next(module.parameters(), None)
+    return torch.device("cpu") if param is None else param.device
+
+
+def check_module(module: nn.Module, device: torch.device) -> None:
+    """Refuse a module that cannot be sharded.
+
+    Raises:
+        ValueError: If a parameter has no values yet or lies on another device.
+        NotImplementedError: If a layer makes sparse gradients.
+    """
+    for name, param in module.named_parameters():
+        if is_lazy(param):
+            raise ValueError(
+                f"{name} is not initialised yet (a lazy layer): run a batch through the module "
+                "before training starts, for example in setup()."
+            )
+        if param.device.type == "meta":
+            raise ValueError(
+                f"{name} is on the meta device and has no values: give it some in "
+                "LightningModule.configure_model()."
+            )
+        if param.device.type != "cpu" and param.device != device:
+            raise ValueError(
+                f"{name} is on {param.device}, but this rank trains on {device}: leave the module "
+                "on the CPU, from where it is moved unit by unit."
+            )
+        if isinstance(param, ZeroParameter):
+            raise ValueError(
+                f"{name} is still sharded by an earlier run, which ended with an error or left the "
+                "weights sharded (restore_weights): build the module anew."
+            )
+        if param.layout is not torch.strided:
+            raise ValueError(f"{name} has the layout {param.layout}: only dense ones are sharded.")
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+            raise NotImplementedError(
+                f"{name} makes sparse gradients (sparse=True), which cannot be sharded: build it "
+                "with sparse=False."
+            )

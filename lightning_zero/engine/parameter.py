@@ -1,0 +1,184 @@
+"""The faces of a parameter: what a user's ``nn.Parameter`` object is at a given moment.
+
+The module and the optimizer keep the user's own objects for the whole run; only ``__class__`` and
+``data`` change.
+
+- *working* (``ZeroParameter``): full shape, values present. Ops cost nothing extra.
+- *resting* (``RestingParameter``): full shape and dtype, values absent (storage freed) or stale (a
+  gather is under way). Questions about shape, dtype and the like are answered at once; any other
+  op gathers first and then runs.
+- *shard* (``nn.Parameter`` again): this rank's 1-D slice of the master, for the optimizer step only.
+
+A gradient has the first two: ``p.grad`` reads as a tensor of full shape whose values (the average
+over the ranks) are gathered when something looks at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.unit import ParameterSlot
+
+_METADATA_PROPERTIES = (
+    "_backward_hooks _base _grad _post_accumulate_grad_hooks _version device dtype grad grad_dtype "
+    "grad_fn is_cpu is_cuda is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_sparse "
+    "is_sparse_csr is_xpu itemsize layout name names nbytes ndim output_nr requires_grad "
+    "retains_grad shape"
+).split()
+_METADATA_METHODS = (
+    "__hash__ __len__ dim dim_order element_size get_device has_names is_coalesced is_complex "
+    "is_conj is_contiguous is_floating_point is_inference is_neg is_same_size is_signed ndimension "
+    "nelement new_empty new_empty_strided new_full new_ones new_zeros numel register_hook "
+    "register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset stride"
+).split()
+_METADATA_FUNCTIONS = (
+    "empty_like full_like is_complex is_floating_point is_same_size is_tensor numel ones_like "
+    "rand_like randn_like result_type zeros_like"
+).split()
+
+
+def _metadata() -> frozenset[Callable[..., Any]]:
+    """List the functions that never look at a tensor's values, as ``__torch_function__`` sees them."""
+    found: set[Any] = {Tensor.data.__set__, torch.autograd.grad, torch.autograd.backward}  # type: ignore[attr-defined]
+    for name in _METADATA_PROPERTIES:
+        attribute = getattr(Tensor, name, None)  # some exist in some versions only
+        found |= {getattr(attribute, accessor, None) for accessor in ("__get__", "__set__")}
+    found |= {getattr(Tensor, name, None) for name in _METADATA_METHODS}
+    found |= {getattr(torch, name, None) for name in _METADATA_FUNCTIONS}
+    return frozenset(found - {None})
+
+
+def local_grad(param: nn.Parameter) -> Tensor | None:
+    """Read the gradient that autograd itself has put on a parameter, whatever its face."""
+    grad: Tensor | None = Tensor.grad.__get__(param)  # type: ignore[attr-defined]
+    return grad
+
+
+def set_local_grad(param: nn.Parameter, grad: Tensor | None) -> None:
+    """Set the gradient that autograd itself will see and add to."""
+    Tensor.grad.__set__(param, grad)  # type: ignore[attr-defined]
+
+
+def set_data(param: nn.Parameter, data: Tensor) -> None:
+    """Make a parameter show ``data``. Its version counter does not move."""
+    Tensor.data.__set__(param, data)  # type: ignore[attr-defined]
+
+
+class ZeroParameter(nn.Parameter):
+    """The working face.
+
+    Attributes:
+        zero_slot: What the engine knows of this parameter.
+    """
+
+    zero_slot: ParameterSlot
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        grad = local_grad(self)
+        return self.zero_slot.read_grad() if grad is None else grad
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        self.zero_slot.write_grad(grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.zero_slot.write_grad(None)
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        # Writes through `.data` leave no trace on the version counter, so the unit assumes one.
+        data: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        self.zero_slot.unit.touched = True
+        return data
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        if data is self:  # `module.to(...)` where nothing changes
+            return
+        if data.shape != self.shape or data.dtype != self.dtype:
+            raise RuntimeError(
+                f"{self.zero_slot.name}.data cannot change its shape or dtype during training "
+                f"({tuple(self.shape)}, {self.dtype} to {tuple(data.shape)}, {data.dtype}): its "
+                "place in the sharded buffers is fixed. Change it before the Trainer starts."
+            )
+        with torch.no_grad():
+            self.copy_(data)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            copy = self.detach().clone(memory_format=torch.preserve_format)
+            memo[id(self)] = nn.Parameter(copy, self.requires_grad)
+        result: nn.Parameter = memo[id(self)]
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+
+def _leaves(arguments: Iterable[Any]) -> Iterable[Any]:
+    for argument in arguments:
+        if isinstance(argument, (list, tuple)):
+            yield from _leaves(argument)
+        elif isinstance(argument, dict):
+            yield from _leaves(argument.values())
+        else:
+            yield argument
+
+
+def _awaken(func: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None) -> Any:
+    """Run ``func`` after giving values to every resting tensor among its arguments."""
+    kwargs = kwargs or {}
+    if func in METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    found = False
+    for leaf in _leaves((args, kwargs)):
+        if isinstance(leaf, RestingParameter):
+            leaf.zero_slot.unit.use()
+            found = True
+        elif isinstance(leaf, RestingGrad):
+            leaf.zero_slot.fill_grad(leaf)
+            found = True
+    if not found:
+        raise RuntimeError(
+            f"A sharded parameter reached {getattr(func, '__name__', func)} inside an object that "
+            "cannot be searched. Pass the parameter itself, or a list, tuple or dict of them."
+        )
+    return func(*args, **kwargs)
+
+
+class RestingParameter(ZeroParameter):
+    """The resting face."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _awaken(func, args, kwargs)
+
+
+class RestingGrad(Tensor):
+    """A gradient of full shape whose values are gathered when something looks at them.
+
+    Attributes:
+        zero_slot: What the engine knows of its parameter.
+    """
+
+    zero_slot: ParameterSlot
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _awaken(func, args, kwargs)
+
+
+METADATA = _metadata()

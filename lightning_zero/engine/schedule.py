@@ -1,0 +1,264 @@
+"""When units are gathered, released and reduced.
+
+Correctness does not rest on anything here firing in an expected order: whatever needs a unit calls
+``use``, which gathers it. Hooks and the recorded order only make that early.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+import torch
+from torch.autograd import Variable
+
+from lightning_zero.engine.unit import ParameterSlot, Unit, UnitState
+
+
+class Schedule:
+    """Drives the units of one module through forward, backward and step.
+
+    Args:
+        units: All units, in the order of first use.
+        pinned: Units that stay gathered from first use until their backward is done.
+        prefetch: Whether to gather the next unit of the recorded order early.
+        reductions_in_flight: How many reductions may hold their buffers at a time.
+
+    Attributes:
+        blocked: Whether backward passes keep their gradients instead of reducing them.
+        rounds: Reductions of the whole model so far, one per backward pass.
+        after_round: Called when all reductions of a backward pass are issued.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        pinned: Sequence[Unit],
+        prefetch: bool,
+        reductions_in_flight: int,
+    ) -> None:
+        self._units = list(units)
+        self._pinned = set(pinned)
+        self._prefetch = prefetch
+        self._limit = reductions_in_flight
+        # The one order of reductions, the same on all ranks whatever order gradients arrive in:
+        # the last units first, and the pinned ones, whose last gradient comes late, at the end.
+        late = [unit for unit in units if unit in self._pinned]
+        self._reduce_order = [u for u in reversed(self._units) if u not in self._pinned] + late
+        self._cursor = 0
+        self._reducing: deque[Unit] = deque()
+        self._reported = False
+        self._in_backward = False
+        self._active: list[Unit] = []  # entered and not left modules' units, innermost last
+        self._gathered: list[Unit] = []  # the working ones
+        self._recent: Unit | None = None
+        self._kept: Unit | None = None  # gathered for forward, kept for its backward
+        self._lingering: list[Unit] = []  # released, but somebody still looks at their storage
+        self._trace: list[Unit] = []
+        self._plans: dict[bool, list[Unit]] = {}
+        self._plan: list[Unit] = []
+        self._prefetch_due = False
+        self.blocked = False
+        self.rounds = 0
+        self.after_round: Callable[[], None] = lambda: None
+        for unit in units:
+            unit.use = partial(self.use, unit)
+
+    # Forward
+
+    def begin_pass(self) -> None:
+        """Start a forward pass, and with it a new record of the order of units."""
+        self._in_backward = False
+        self.rest()
+        self._active.clear()
+        kind = torch.is_grad_enabled()
+        self._trace = []
+        self._plan = self._plans.get(kind, [])
+        self._plans[kind] = self._trace
+
+    def end_forward(self) -> None:
+        """Release what the forward pass has left, but for what its backward needs first."""
+        for unit in self._units:
+            keeps = unit in self._pinned or unit is self._kept
+            if unit.state is UnitState.GATHERING:
+                keeps = self._expects(unit)
+            if not (keeps and torch.is_grad_enabled()):
+                self._release(unit)
+
+    def enter(self, units: Sequence[Unit]) -> None:
+        """Note that the module of ``units`` begins to run."""
+        for unit in units:
+            self._active.append(unit)
+            unit.use()
+
+    def leave(self, units: Sequence[Unit]) -> None:
+        """Note that the module of ``units`` has run."""
+        for unit in units:
+            if unit in self._active:
+                self._active.remove(unit)
+            if self._in_backward or unit in self._active or unit in self._pinned:
+                continue  # in backward this was a recomputation, whose own backward comes next
+            if self._expects(unit) and unit.state is UnitState.WORKING:
+                self._kept = unit  # the next to be used is this one again
+                self._advance(unit)
+                self._prefetch_next()
+            else:
+                self._release(unit)
+
+    def use(self, unit: Unit) -> None:
+        """Make the working values of ``unit`` present, now."""
+        if unit.state is UnitState.WORKING:
+            return
+        if not unit.shards_parameters:
+            unit.gather()
+            return
+        self._advance(unit)
+        self._make_room()
+        unit.gather()
+        self._gathered.append(unit)
+        self._recent = unit
+        if self._in_backward and unit.missing:
+            self._prefetch_due = True  # once the reduction before it has given its memory back
+        else:
+            self._prefetch_next()
+
+    def rest(self) -> None:
+        """Release everything, as before an optimizer step."""
+        for unit in self._units:
+            self._release(unit)
+        self._free_lingering()
+        self._recent = self._kept = None
+        self._prefetch_due = False
+
+    def changed(self, units: Collection[Unit]) -> None:
+        """Gather what an optimizer step has changed, in the order of forward, without waiting."""
+        for unit in self._units:
+            if unit in units and unit.is_stale_after_step:
+                unit.rest()
+                unit.start_gather()
+
+    def _expects(self, unit: Unit) -> bool:
+        position = len(self._trace)
+        return position < len(self._plan) and self._plan[position] is unit
+
+    def _advance(self, unit: Unit) -> None:
+        if not self._expects(unit):
+            self._plan = []  # another way than last time: no more guesses until the next pass
+        self._trace.append(unit)
+
+    def _prefetch_next(self) -> None:
+        self._prefetch_due = False
+        position = len(self._trace)
+        if self._prefetch and position < len(self._plan):
+            self._plan[position].start_gather()
+
+    def _make_room(self) -> None:
+        """Release what code that no hook sees has left gathered, but for the latest of it."""
+        self._free_lingering()
+        for unit in list(self._gathered):
+            if unit is not self._recent and unit not in self._pinned and unit not in self._active:
+                self._release(unit)
+
+    def _release(self, unit: Unit) -> None:
+        if not unit.shards_parameters or unit.state is UnitState.RESTING:
+            return
+        unit.release()
+        if unit in self._gathered:
+            self._gathered.remove(unit)
+        if not unit.free():
+            self._lingering.append(unit)
+
+    def _free_lingering(self) -> None:
+        if self._lingering:
+            self._lingering = [unit for unit in self._lingering if not unit.free()]
+
+    # Backward
+
+    def note_backward(self) -> None:
+        """Learn from inside autograd that a backward pass is under way."""
+        if self._in_backward:
+            return
+        Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[no-untyped-call]
+        self._in_backward = True
+        if self._reported:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit in self._reduce_order:
+                unit.missing = sum(slot.param.requires_grad for slot in unit.slots)
+                unit.trainable = unit.missing > 0
+                if not unit.trainable:
+                    unit.drop_grads()
+
+    def report(self, slot: ParameterSlot) -> None:
+        """Take the gradient that autograd has just put on a parameter."""
+        self.note_backward()
+        unit = slot.unit
+        if unit.grad_flat is None:
+            self._finish_reductions(self._limit - 1)
+        unit.take_grad(slot)
+        if self._prefetch_due:
+            self._prefetch_next()
+        if slot.reported:
+            return
+        slot.reported = self._reported = True
+        unit.missing -= 1
+        if unit.missing == 0:
+            if unit not in self._active:
+                self._release(unit)
+            self._reduce_ready()
+
+    def _reduce_ready(self) -> None:
+        while self._cursor < len(self._reduce_order):
+            unit = self._reduce_order[self._cursor]
+            if unit.missing:
+                return
+            self._reduce(unit)
+            self._cursor += 1
+
+    def _reduce(self, unit: Unit) -> None:
+        if not unit.trainable or self.blocked:
+            return
+        self._finish_reductions(self._limit - 1)
+        unit.start_reduce()
+        self._reducing.append(unit)
+
+    def _finish_reductions(self, keep: int = 0) -> None:
+        while len(self._reducing) > keep:
+            self._reducing.popleft().finish_reduce()
+
+    def _end_backward(self) -> None:
+        if self._reported:
+            self.complete_round()
+        self._in_backward = False
+        self.rest()
+
+    def complete_round(self) -> None:
+        """Reduce what this backward pass has not: the gradients that it did not produce are zeros."""
+        if not self._reported:  # this rank alone had no backward pass
+            with torch._C.DisableTorchFunctionSubclass():
+                for unit in self._reduce_order:
+                    unit.trainable = any(slot.param.requires_grad for slot in unit.slots)
+        for unit in self._reduce_order[self._cursor :]:
+            self._reduce(unit)
+        self.reduce_left()  # a parameter may report again after its unit was reduced
+        self._cursor = 0
+        self._reported = False
+        for unit in self._units:
+            unit.missing = 0
+            for slot in unit.slots:
+                slot.reported = False
+        if not self.blocked:
+            self.rounds += 1
+            self.after_round()
+
+    def reduce_left(self) -> None:
+        """Reduce every unit that holds gradients which no reduction has taken."""
+        for unit in self._reduce_order:
+            if any(slot.local for slot in unit.slots):
+                unit.trainable = True
+                self._reduce(unit)
+
+    def finish(self) -> None:
+        """Wait for every reduction."""
+        self._finish_reductions()

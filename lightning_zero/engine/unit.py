@@ -1,0 +1,518 @@
+"""One unit: a flat buffer of parameters that are gathered, released and reduced together."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.collectives import Collectives, Pending
+from lightning_zero.engine.layout import FlatLayout, Slice
+from lightning_zero.engine.parameter import (
+    RestingGrad,
+    RestingParameter,
+    ZeroParameter,
+    local_grad,
+    set_data,
+    set_local_grad,
+)
+from lightning_zero.engine.placement import Placement, StagePlacement
+
+_UNSHARED = 2  # what sys.getrefcount says of an object that only a local variable refers to
+
+
+class UnitState(Enum):
+    """What the working values of a unit are, and what memory they hold."""
+
+    RESTING = "resting"
+    """Absent or stale. Sharded parameters hold no storage, unless somebody else still looks at it."""
+    GATHERING = "gathering"
+    """A gather is writing into the storage."""
+    WORKING = "working"
+    """Present."""
+
+
+@dataclass(eq=False, slots=True)
+class ParameterSlot:
+    """What the engine knows of one parameter.
+
+    Attributes:
+        name: Its first name in the module.
+        param: The user's object.
+        unit: The unit it belongs to.
+        offset: First element in the flat buffer.
+        shape: Full shape.
+        stride: Full strides; the flat buffer holds the elements in memory order.
+        slice: The part that this rank owns.
+        view: The working values in full shape, a view of the flat buffer.
+        shard: This rank's part of the master, 1-D.
+        original_class: The class that the parameter had before.
+        version: Its version counter when it was gathered.
+        reported: Whether the backward pass under way has given it a gradient.
+        local: Whether the unit's gradient buffer holds a gradient of this rank for it.
+        reduced: Whether the unit's gradient shard holds an average for it.
+        has_grad: Whether any rank had a gradient; only this rank's answer until flags are exchanged.
+        grad_face: The tensor that was handed out as its gradient.
+        spare_face: One that was handed out before and can be again.
+    """
+
+    name: str
+    param: nn.Parameter
+    unit: Unit
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    slice: Slice
+    view: Tensor
+    shard: Tensor
+    original_class: type[nn.Parameter]
+    version: int = 0
+    reported: bool = False
+    local: bool = False
+    reduced: bool = False
+    has_grad: bool = False
+    grad_face: Tensor | None = field(default=None, repr=False)
+    spare_face: RestingGrad | None = field(default=None, repr=False)
+
+    def in_flat(self, flat: Tensor) -> Tensor:
+        """View this parameter's place in a buffer of the unit's layout, in full shape."""
+        return flat.as_strided(self.shape, self.stride, self.offset)
+
+    def in_shard(self, shard: Tensor) -> Tensor:
+        """View this rank's part of this parameter in a shard of the unit's layout, 1-D."""
+        return shard[self.slice.shard_start : self.slice.shard_stop]
+
+    def cut(self, full: Tensor) -> Tensor:
+        """Cut this rank's part out of a tensor of the parameter's full shape, 1-D."""
+        if full.stride() != self.stride:
+            full = torch.empty_strided(
+                self.shape, self.stride, dtype=full.dtype, device=full.device
+            ).copy_(full)
+        return full.as_strided((math.prod(self.shape),), (1,))[self.slice.start : self.slice.stop]
+
+    def read_grad(self) -> Tensor | None:
+        """Hand out the averaged gradient, or None; its values are gathered when they are used."""
+        self.unit.finish_reduce()
+        if not self.reduced:
+            return None
+        self.unit.settle()
+        if not self.has_grad:
+            return None
+        if self.grad_face is None:
+            spare, self.spare_face = self.spare_face, None
+            self.grad_face = self._new_face() if spare is None else spare
+        return self.grad_face
+
+    def _new_face(self) -> RestingGrad:
+        face = torch.empty_strided(
+            self.shape, self.stride, dtype=self.unit.dtype, device=self.view.device
+        ).as_subclass(RestingGrad)
+        with torch._C.DisableTorchFunctionSubclass():
+            face.untyped_storage().resize_(0)
+        face.zero_slot = self
+        return face
+
+    def write_grad(self, grad: Tensor | None) -> None:
+        """Drop the gradient (None) or replace it by the full average that ``grad`` is."""
+        if grad is not None and grad is self.grad_face:
+            return
+        if grad is not None and grad.shape != self.shape:
+            raise RuntimeError(
+                f"{self.name}.grad was set to a tensor of shape {tuple(grad.shape)}; "
+                f"the parameter's is {tuple(self.shape)}."
+            )
+        self.unit.finish_reduce()
+        self.unit.settle()
+        set_local_grad(self.param, None)
+        self.local = False
+        self.reduced = self.has_grad = grad is not None
+        self.drop_face()
+        self.grad_face = grad
+        if grad is not None:
+            self.unit.hold_grad_shard()
+
+    def drop_face(self) -> None:
+        """Forget the gradient that was handed out; keep it for the next if nobody looks at it."""
+        face, self.grad_face = self.grad_face, None
+        if type(face) is RestingGrad and sys.getrefcount(face) == _UNSHARED:
+            self.spare_face = face
+
+    def fill_grad(self, face: RestingGrad) -> None:
+        """Give values to every gradient of the unit that was handed out and has none yet."""
+        if face is not self.grad_face:
+            raise RuntimeError(
+                f"This gradient of {self.name} was cleared or stepped before anything read it. "
+                "Clone it (param.grad.clone()) while it is current."
+            )
+        self.unit.fill_grads()
+
+    def keep_grad(self) -> None:
+        """Take over what user code may have done to the gradient that was handed out."""
+        face = self.grad_face
+        if face is not None and type(face) is not RestingGrad:
+            assert self.unit.grad_shard is not None
+            self.in_shard(self.unit.grad_shard).copy_(self.cut(face))
+        del face  # it must not count as somebody who looks at it
+        self.drop_face()
+
+
+class Unit:
+    """A flat buffer of parameters of one dtype: gather, release, reduce.
+
+    *Tensor roles.* ``flat`` holds the working values and ``shard`` this rank's part of them, which is
+    the master. With replicated parameters ``shard`` is a slice of ``flat``; with sharded ones it has
+    a storage of its own and ``flat``'s is freed at rest, then comes back under the same views.
+    ``grad_flat`` holds this rank's gradients, ``grad_shard`` this rank's part of their average.
+
+    Args:
+        name: For messages.
+        index: Position among the units, the tag of its collectives.
+        params: Named parameters of one dtype, in order.
+        placement: The stage's row of the table.
+        collectives: How the ranks talk.
+
+    Attributes:
+        touched: User code got at the working values in a way that leaves no trace.
+        missing: Parameters that the backward pass under way has not reported yet.
+        trainable: Whether any parameter of it is trainable in the backward pass under way.
+    """
+
+    flat: Tensor  # (flat_numel,), working dtype
+    shard: Tensor  # (shard_numel,), working dtype
+    grad_flat: Tensor | None  # (flat_numel,)
+    grad_shard: Tensor | None  # (shard_numel,)
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        params: Sequence[tuple[str, nn.Parameter]],
+        placement: StagePlacement,
+        collectives: Collectives,
+    ) -> None:
+        self.name = name
+        self.index = index
+        self.layout = FlatLayout([param.numel() for _, param in params], collectives.world_size)
+        self.dtype = params[0][1].dtype
+        self.shards_parameters = placement.parameters is Placement.SHARDED
+        self.shards_gradients = placement.gradients is Placement.SHARDED
+        self.state = UnitState.WORKING
+        self.touched = False
+        self.missing = 0
+        self.trainable = False
+        self.grad_flat = None
+        self.grad_shard = None
+        self.use: Callable[[], None] = self.gather
+        self.settle: Callable[[], None] = lambda: None
+        self._collectives = collectives
+        self._gathering: Pending | None = None
+        self._reducing: Pending | None = None
+        self._average: Tensor | None = None
+        self._accumulates = False
+        self._label = f"unit {name!r} (first parameter {params[0][0]!r})"
+        self._take_over(params)
+        self._storage = self.flat.untyped_storage()
+        self._own_aliases = torch._C._storage_Use_Count(self._storage._cdata)
+        if self.shards_parameters:
+            self.rest()
+            self.free()
+
+    # Set-up and the way back
+
+    def _take_over(self, params: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Move rank 0's values into the flat buffer and the shard; free the original storages."""
+        layout, talk = self.layout, self._collectives
+        self.flat = torch.empty(layout.flat_numel, dtype=self.dtype, device=talk.device)
+        own = self._own(self.flat)
+        self.shard = torch.empty_like(own) if self.shards_parameters else own
+        self.slots = [self._slot(index, name, param) for index, (name, param) in enumerate(params)]
+        if talk.rank == 0:
+            self.flat.zero_()  # padding
+            for slot in self.slots:
+                slot.view.copy_(slot.param.detach())
+        if self.shards_parameters:
+            source = self.flat if talk.rank == 0 else None
+            talk.scatter(source, self.shard, f"the initial values of {self._label}")
+        else:
+            talk.broadcast(self.flat, f"the initial values of {self._label}")
+        for slot in self.slots:
+            slot.param.grad = None
+            set_data(slot.param, slot.view)
+            slot.param.__class__ = ZeroParameter
+            slot.param.zero_slot = slot  # type: ignore[attr-defined]
+
+    def _slot(self, index: int, name: str, param: nn.Parameter) -> ParameterSlot:
+        offset = self.layout.offsets[index]
+        part = self.layout.slice_of(index, self._collectives.rank)
+        stride = param.stride()
+        if not _is_dense(param):
+            stride = torch.empty(param.shape, device="meta").stride()
+        return ParameterSlot(
+            name=name,
+            param=param,
+            unit=self,
+            offset=offset,
+            shape=param.shape,
+            stride=stride,
+            slice=part,
+            view=self.flat.as_strided(param.shape, stride, offset),
+            shard=self.shard[part.shard_start : part.shard_stop],
+            original_class=type(param),
+        )
+
+    def restore(self, device: torch.device) -> None:
+        """Make the parameters ordinary again, with full values on ``device``."""
+        self.gather()
+        self._hand_back(device)
+
+    def abandon(self) -> None:
+        """Do what can be done without the other ranks."""
+        if not self.shards_parameters and self.state is UnitState.WORKING:
+            self._hand_back(self.flat.device)
+            return
+        self.rest()
+
+        def refuse() -> None:
+            raise RuntimeError(
+                f"The values of {self._label} are spread over the ranks, and the run that could "
+                "gather them ended with an error. Load them from a checkpoint."
+            )
+
+        self.use = refuse
+
+    def _hand_back(self, device: torch.device) -> None:
+        for slot in self.slots:
+            slot.param.__class__ = slot.original_class
+            set_local_grad(slot.param, None)
+            full = torch.empty_strided(slot.shape, slot.stride, dtype=self.dtype, device=device)
+            set_data(slot.param, full.copy_(slot.view))
+            del slot.param.zero_slot  # type: ignore[attr-defined]
+            slot.grad_face = slot.spare_face = None
+        self.grad_flat = self.grad_shard = None
+        self.state = UnitState.RESTING
+        self._own_aliases -= len(self.slots)  # the parameters are views of it no more
+        self._free_storage()
+
+    def collect_master(self) -> Tensor | None:
+        """Return the whole master, flat, on rank 0 and None on the others."""
+        if not self.shards_parameters:
+            self.gather()
+            return self.flat if self._collectives.rank == 0 else None
+        return self.collect(self.shard, f"values of {self._label}")
+
+    def collect(self, shard: Tensor, label: str) -> Tensor | None:
+        """Return the shards of all ranks in the unit's layout, flat, on rank 0, None on others."""
+        return self._collectives.collect(shard, label)
+
+    @property
+    def flat_nbytes(self) -> int:
+        """Bytes of the working values of the whole unit."""
+        return self.layout.flat_numel * self.dtype.itemsize
+
+    @property
+    def resting_nbytes(self) -> int:
+        """Bytes of parameters that this rank holds between uses."""
+        return self.flat_nbytes // (self._collectives.world_size if self.shards_parameters else 1)
+
+    # Working values
+
+    def start_gather(self) -> None:
+        """Ask for the working values; ``gather`` waits for them."""
+        if self.state is not UnitState.RESTING:
+            return
+        if self._storage.nbytes() == 0:
+            self._storage.resize_(self.flat_nbytes)
+        self._gathering = self._collectives.gather(
+            self.flat.data, self.shard.data, f"gather of {self._label}", self.index
+        )
+        self.state = UnitState.GATHERING
+
+    def gather(self) -> None:
+        """Make the working values present."""
+        if self.state is UnitState.WORKING:
+            return
+        self.start_gather()
+        assert self._gathering is not None
+        self._gathering.wait()
+        self._gathering = None
+        self.state = UnitState.WORKING
+        self.touched = False
+        for slot in self.slots:
+            slot.param.__class__ = ZeroParameter
+            slot.version = slot.param._version
+
+    def release(self) -> None:
+        """Declare the working values absent and free their storage if nobody else looks at it."""
+        if self.state is UnitState.GATHERING:
+            self.gather()
+        if self.state is UnitState.WORKING:
+            self.keep_writes()
+            self.rest()
+        self.free()
+
+    def rest(self) -> None:
+        """Let every next access gather first."""
+        self.state = UnitState.RESTING
+        for slot in self.slots:
+            slot.param.__class__ = RestingParameter
+
+    @property
+    def is_stale_after_step(self) -> bool:
+        """Whether working values stay present over a step and then lack the other ranks' part."""
+        return not self.shards_parameters and self._collectives.world_size > 1
+
+    def free(self) -> bool:
+        """Free the storage of absent working values, unless a tensor of somebody else shares it.
+
+        Such a tensor may be a view in a local variable, or one that a recomputation has saved. The
+        decision to gather again never depends on it, since it may differ between the ranks.
+        """
+        if not self.shards_parameters or self.state is not UnitState.RESTING:
+            return True
+        return self._free_storage()
+
+    def _free_storage(self) -> bool:
+        if torch._C._storage_Use_Count(self._storage._cdata) > self._own_aliases:
+            return False
+        self._storage.resize_(0)
+        return True
+
+    def keep_writes(self) -> None:
+        """Write what user code did to the working values back to the master."""
+        if not self.shards_parameters:
+            return  # the master is a slice of the working values
+        if self.touched or any(slot.param._version != slot.version for slot in self.slots):
+            self.shard.data.copy_(self._own(self.flat.data))
+            self.touched = False
+            for slot in self.slots:
+                slot.version = slot.param._version
+
+    # Gradients
+
+    def take_grad(self, slot: ParameterSlot) -> None:
+        """Move the gradient that autograd put on a parameter into the gradient buffer."""
+        grad = local_grad(slot.param)
+        if grad is None:  # a hook of the user's took it away
+            return
+        if grad.layout is not torch.strided:
+            raise NotImplementedError(
+                f"{slot.name} has a sparse gradient ({grad.layout}): sparse gradients cannot be "
+                "sharded. Build its layer with sparse=False."
+            )
+        place = slot.in_flat(self._gradient_buffer())
+        if not slot.local:
+            place.copy_(grad)
+        elif grad.data_ptr() != place.data_ptr():
+            place.add_(grad)
+        slot.local = True
+        # Replicated gradients stay visible, and autograd adds the next ones onto them in place.
+        set_local_grad(slot.param, None if self.shards_gradients else place)
+
+    def _gradient_buffer(self) -> Tensor:
+        if self.grad_flat is None:
+            self.grad_flat = torch.empty(
+                self.layout.flat_numel, dtype=self.dtype, device=self.flat.device
+            )
+        elif not self.shards_gradients:
+            self.finish_reduce()
+            if self.grad_shard is not None and self._own(self.grad_flat).is_set_to(self.grad_shard):
+                self.grad_shard = self.grad_shard.clone()  # the last average lies in the way
+        return self.grad_flat
+
+    def _own(self, flat: Tensor) -> Tensor:
+        return flat.view(self._collectives.world_size, -1)[self._collectives.rank]
+
+    def start_reduce(self) -> None:
+        """Ask for the average of the gradients; ``finish_reduce`` waits for it."""
+        self.finish_reduce()
+        flat = self._gradient_buffer()
+        accumulates = self._make_room_for_average()
+        for slot in self.slots:
+            if not slot.local:
+                slot.in_flat(flat).zero_()
+            set_local_grad(slot.param, None)
+            slot.has_grad |= slot.local
+            slot.local = False
+        base = None
+        if not self.shards_gradients:
+            out = self._own(flat)
+            base = self.grad_shard if accumulates else None
+            self.grad_shard = None
+        elif accumulates or self.grad_shard is None:
+            out = torch.empty_like(self.shard)
+        else:
+            out = self.grad_shard
+        if self.shards_gradients:
+            self.grad_flat = None  # the collective keeps it as long as it needs it
+        self._accumulates = accumulates and base is None
+        self._average = out
+        label = f"reduce of {self._label}"
+        self._reducing = self._collectives.reduce(flat, out, label, self.index, base)
+
+    def _make_room_for_average(self) -> bool:
+        """Prepare the gradient shard for another average; say whether it holds one already."""
+        if not any(slot.reduced for slot in self.slots):
+            return False
+        assert self.grad_shard is not None
+        for slot in self.slots:
+            slot.keep_grad()
+            if not slot.reduced:
+                slot.in_shard(self.grad_shard).zero_()
+        return True
+
+    def finish_reduce(self) -> None:
+        """Make the average present in the gradient shard."""
+        if self._reducing is None:
+            return
+        reducing, self._reducing = self._reducing, None
+        reducing.wait()
+        assert self._average is not None
+        if self._accumulates:
+            assert self.grad_shard is not None
+            self.grad_shard.add_(self._average)
+        else:
+            self.grad_shard = self._average
+        self._average = None
+        for slot in self.slots:
+            slot.reduced |= slot.has_grad or slot.param.requires_grad
+
+    def hold_grad_shard(self) -> None:
+        """Make sure that there is a gradient shard to write to."""
+        if self.grad_shard is None:
+            self.grad_shard = torch.zeros_like(self.shard)
+
+    def drop_grads(self) -> None:
+        """Free the gradient buffers if they hold nothing, as in a unit that was frozen."""
+        if self._reducing is None and not any(slot.local or slot.reduced for slot in self.slots):
+            self.grad_flat = self.grad_shard = None
+
+    def fill_grads(self) -> None:
+        """Gather the averaged gradients into the tensors that were handed out for them."""
+        assert self.grad_shard is not None
+        flat = self.grad_shard.new_empty(self.layout.flat_numel)
+        label = f"gradients of {self._label}"
+        self._collectives.gather(flat, self.grad_shard, label, self.index).wait()
+        for slot in self.slots:
+            face = slot.grad_face
+            if type(face) is RestingGrad:
+                with torch._C.DisableTorchFunctionSubclass():
+                    face.untyped_storage().resize_(face.numel() * face.element_size())
+                face.__class__ = Tensor
+                with torch.no_grad():
+                    face.copy_(slot.in_flat(flat))
+
+
+def _is_dense(param: Tensor) -> bool:
+    """Say whether the elements fill one block of memory, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return param.numel() > 0

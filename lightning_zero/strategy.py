@@ -1,0 +1,362 @@
+"""Lightning's hooks, mapped onto the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator, MPSAccelerator, XLAAccelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero.checkpoint.full import module_state, optimizer_state
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.parameter import ZeroParameter
+from lightning_zero.engine.placement import Placement, placement_of
+from lightning_zero.host import available_memory
+from lightning_zero.precision import ZeroPrecision
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class ZeroStrategy(DDPStrategy):
+    """Trains any LightningModule sharded in one of the three ZeRO stages.
+
+    Launchers, samplers, ``sync_batchnorm``, ``process_group_backend`` and ``timeout`` are those of
+    ``DDPStrategy``.
+
+    Args:
+        stage: 1 shards optimizer state, 2 gradients as well, 3 parameters as well
+            (arXiv 1910.02054).
+        auto_wrap_policy: What is gathered and released together at stage 3. ``"auto"``: repeated
+            blocks and large layers; ``"layers"``: every layer; ``"none"``: the whole module; class
+            names, classes or a function as ``FSDPStrategy`` takes them.
+        bucket_mb: Megabytes of parameters that are reduced together at stages 1 and 2.
+        prefetch: Whether to gather the next unit while the one before it computes.
+        broadcast_buffers: Whether rank 0's buffers replace the others' before forward passes.
+        reduce_every_backward: Under gradient accumulation, whether stages 2 and 3 reduce every
+            micro-batch (less memory) or only the last one (less traffic).
+        optimizer_sharding: ``"auto"`` refuses optimizers that are not known to update each element
+            by itself; ``"elementwise"`` declares that yours does.
+        restore_weights: Whether the module gets its full weights back on the CPU of every rank at
+            the end. ``"auto"``: if they fit in half of the host's free memory.
+        stall_timeout: Seconds that a wait for other ranks may last before it becomes an error that
+            says what each rank waits for.
+        accelerator: As for ``DDPStrategy``, and so are the others below.
+        parallel_devices: Devices of this node.
+        cluster_environment: How ranks find each other.
+        checkpoint_io: How checkpoint files are written.
+        precision_plugin: The stock plugin; it is wrapped in ``ZeroPrecision``.
+        process_group_backend: Default: ``"gloo"`` on CPU, ``"nccl"`` on GPU.
+        timeout: Of Lightning's own process group.
+        start_method: How to start ranks: ``"popen"`` runs the script once more for each.
+
+    Raises:
+        ValueError: If an argument is out of its range, or the accelerator cannot be used.
+    """
+
+    def __init__(
+        self,
+        stage: int = 3,
+        auto_wrap_policy: Any = "auto",
+        bucket_mb: float = 25.0,
+        prefetch: bool = True,
+        broadcast_buffers: bool = True,
+        reduce_every_backward: bool = True,
+        optimizer_sharding: Literal["auto", "elementwise"] = "auto",
+        restore_weights: Literal["auto", "always", "never"] = "auto",
+        stall_timeout: float = 300.0,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: StartMethod = "popen",
+    ) -> None:
+        self._check_arguments(
+            bucket_mb=bucket_mb,
+            stall_timeout=stall_timeout,
+            optimizer_sharding=optimizer_sharding,
+            restore_weights=restore_weights,
+        )
+        self._placement = placement_of(stage)
+        self._check_accelerator(accelerator)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self.strategy_name = f"zero{stage}"
+        self._restore_weights = restore_weights
+        self._engine: ZeroEngine | None = None
+        self._engine_settings = dict(
+            stage=stage,
+            auto_wrap_policy=auto_wrap_policy,
+            bucket_mb=bucket_mb,
+            prefetch=prefetch,
+            broadcast_buffers=broadcast_buffers,
+            reduce_every_backward=reduce_every_backward,
+            optimizer_sharding=optimizer_sharding,
+            stall_timeout=stall_timeout,
+        )
+        self._failed = False
+
+    @staticmethod
+    def _check_arguments(
+        bucket_mb: float, stall_timeout: float, optimizer_sharding: str, restore_weights: str
+    ) -> None:
+        for name, number in dict(bucket_mb=bucket_mb, stall_timeout=stall_timeout).items():
+            if not number > 0:
+                raise ValueError(f"{name}={number!r} must be a positive number.")
+        for name, word, words in (
+            ("optimizer_sharding", optimizer_sharding, ("auto", "elementwise")),
+            ("restore_weights", restore_weights, ("auto", "always", "never")),
+        ):
+            if word not in words:
+                raise ValueError(f"{name}={word!r} must be one of {', '.join(map(repr, words))}.")
+
+    @staticmethod
+    def _check_accelerator(accelerator: Accelerator | None) -> None:
+        if isinstance(accelerator, (MPSAccelerator, XLAAccelerator)):
+            raise ValueError(
+                f"The zero strategies cannot run on {type(accelerator).__name__}: several processes "
+                "cannot share it. Use Trainer(accelerator='cpu') or accelerator='gpu' with CUDA."
+            )
+
+    @property
+    def engine(self) -> ZeroEngine:
+        """The engine of the module that is set up.
+
+        Raises:
+            RuntimeError: Before set-up.
+        """
+        if self._engine is None:
+            raise RuntimeError("There is no engine before Trainer.fit, validate, test or predict.")
+        return self._engine
+
+    # Parts that Lightning plugs in
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        self._check_accelerator(accelerator)
+        self._accelerator = accelerator
+
+    @property
+    @override
+    def precision_plugin(self) -> ZeroPrecision:
+        assert isinstance(self._precision_plugin, ZeroPrecision)
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        wrapped = plugin if isinstance(plugin, ZeroPrecision) else ZeroPrecision(plugin)
+        self._precision_plugin = wrapped
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        if self._engine is not None:
+            for optimizer in optimizers:
+                self._engine.attach(optimizer)
+        self._optimizers = optimizers
+        self._lightning_optimizers = [
+            LightningOptimizer._to_lightning_optimizer(optimizer, self) for optimizer in optimizers
+        ]
+
+    # Set-up and teardown
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        self._failed = False
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self.accelerator.setup(trainer)
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.precision_plugin.convert_module(self.model)
+        self._start_engine()
+        self.model_to_device()
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _start_engine(self) -> None:
+        assert self.model is not None
+        if self._engine is not None:
+            if self._engine.module is self.model and self._engine.live:
+                return  # it stayed sharded after the last run
+            self._engine.close()
+            self._engine = None
+        self._engine = ZeroEngine(self.model, device=self.root_device, **self._engine_settings)
+        self.precision_plugin.engine = self._engine
+        rank_zero_info(self._engine.summary())
+
+    @override
+    def model_to_device(self) -> None:
+        # The parameters are there already; buffers and metric states follow. `module.to` would ask
+        # every sharded parameter for its values.
+        assert self.model is not None
+        device = self.root_device
+        self.model._apply(lambda t: t if isinstance(t, ZeroParameter) else t.to(device))
+
+    @override
+    def teardown(self) -> None:
+        if self._engine is None or not self._engine.live:
+            super().teardown()
+            return
+        stays = False
+        if self._failed:  # the other ranks may be anywhere: no collectives
+            self._engine.abandon()
+            stays = self._placement.parameters is Placement.SHARDED
+        elif self._restores():
+            self._engine.restore()
+        else:
+            stays = True
+            rank_zero_warn(
+                "The full weights may not fit in the host's memory on every rank, so the module "
+                "stays sharded. trainer.save_checkpoint() writes them to a file; reading a "
+                "parameter gathers it, if every rank does; "
+                "ZeroStrategy(restore_weights='always') restores them regardless."
+            )
+        self.precision_plugin.engine = None
+        if stays:
+            # Strategy.teardown moves the module to the CPU, which would gather all of it.
+            module, self._lightning_module = self._lightning_module, None
+            super().teardown()
+            self._lightning_module = module
+        else:
+            super().teardown()
+
+    def _restores(self) -> bool:
+        if self._restore_weights != "auto":
+            return self._restore_weights == "always"
+        engine = self.engine
+        if self._placement.parameters is Placement.REPLICATED and self.root_device.type == "cpu":
+            return True  # they are there already
+        needed = engine.full_nbytes() * self.num_processes
+        return engine.agree(needed <= available_memory() / 2)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+
+    # Steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self.lightning_module is not None
+        with self.engine.forward():
+            output = super().training_step(*args, **kwargs)
+        if output is None and self.lightning_module.automatic_optimization:
+            self.engine.skip_backward()
+        return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.engine.forward():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.engine.forward():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.forward():
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        with self.engine.backward():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with self.engine.no_sync():
+            yield
+
+    # State
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        if self._engine is None or not self._engine.live:
+            return super().lightning_module_state_dict()
+        return module_state(self._engine, self.lightning_module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        return optimizer_state(self.engine, self.engine.sharded(optimizer))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        for optimizer, state in zip(self.optimizers, states, strict=False):
+            self.engine.sharded(optimizer).load_state_dict(state)
+            _optimizer_to_device(optimizer, self.root_device)
+
+    # Names
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        methods: dict[str, StartMethod] = {
+            "": "popen",
+            "_spawn": "spawn",
+            "_fork": "fork",
+            "_notebook": "fork",
+        }
+        for stage in (1, 2, 3):
+            for suffix, start_method in methods.items():
+                strategy_registry.register(
+                    f"zero{stage}{suffix}",
+                    cls,
+                    description=f"ZeRO stage {stage}, processes started by {start_method!r}",
+                    override=True,
+                    stage=stage,
+                    start_method=start_method,
+                )
+
+
+def register() -> None:
+    """Make the names known to ``Trainer(strategy=...)``."""
+    ZeroStrategy.register_strategies(StrategyRegistry)
