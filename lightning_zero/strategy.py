@@ -16,8 +16,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -140,8 +140,8 @@ class ZeroStrategy(DDPStrategy):
     def _check_accelerator(accelerator: Accelerator | None) -> None:
         if isinstance(accelerator, (MPSAccelerator, XLAAccelerator)):
             raise ValueError(
-                f"The zero strategies cannot run on {type(accelerator).__name__}: several processes "
-                "cannot share it. Use Trainer(accelerator='cpu') or accelerator='gpu' with CUDA."
+                f"The zero strategies cannot run on {type(accelerator).__name__}, which several "
+                "processes cannot share: use accelerator='cpu', or accelerator='gpu' with CUDA."
             )
 
     @property
@@ -230,7 +230,11 @@ class ZeroStrategy(DDPStrategy):
         # every sharded parameter for its values.
         assert self.model is not None
         device = self.root_device
-        self.model._apply(lambda t: t if isinstance(t, ZeroParameter) else t.to(device))
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor if isinstance(tensor, ZeroParameter) else tensor.to(device)
+
+        self.model._apply(move)  # type: ignore[no-untyped-call]
 
     @override
     def teardown(self) -> None:

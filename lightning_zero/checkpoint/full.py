@@ -1,6 +1,6 @@
 """Full state: what one process would have saved, collected unit by unit on rank 0's CPU.
 
-On the other ranks the same names stand for tensors on the meta device: right in shape and dtype, and
+On the other ranks the same names stand for tensors on the meta device: right in shape and dtype and
 without memory, so that code which edits a checkpoint before it is written runs on every rank.
 """
 
@@ -84,7 +84,7 @@ def _fill(
     shard = torch.zeros_like(unit.shard, dtype=dtype)
     found = {}
     for number, slot in members.items():
-        value = states.get(number, {}).get(key)
+        value: Any = states.get(number, {}).get(key)
         if ShardedOptimizer.is_sharded(key, value, slot) and value.dtype == dtype:
             slot.in_shard(shard).copy_(value)
             found[number] = slot

@@ -50,6 +50,6 @@ class BufferSync:
             flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
             self._collectives.broadcast(flat, f"broadcast of {len(buffers)} {dtype} buffers")
             if self._collectives.rank != 0:
-                pieces = flat.split([buffer.numel() for buffer in buffers])
+                pieces = torch.split(flat, [buffer.numel() for buffer in buffers])
                 for buffer, piece in zip(buffers, pieces, strict=True):
                     buffer.copy_(piece.view_as(buffer))

@@ -73,7 +73,8 @@ def clip_by_norm(
 ) -> Tensor:
     """Scale gradients so that their norm over all ranks is at most ``max_norm``.
 
-    The factor is that of ``torch.nn.utils.clip_grad_norm_``: ``max_norm / (norm + 1e-6)``, at most 1.
+    The factor is that of ``torch.nn.utils.clip_grad_norm_``: ``max_norm / (norm + 1e-6)`` or 1,
+    whichever is less.
 
     Returns:
         The norm before clipping.

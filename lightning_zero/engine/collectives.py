@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_zero.engine.stall import StallMonitor, as_timedelta
 
@@ -121,7 +122,13 @@ class Collectives(ABC):
     def maximum(self, tensor: Tensor, label: str) -> Pending:
         """Replace a small ``tensor`` by its elementwise maximum over the ranks."""
 
-    def close(self) -> None:
+    def reserve(self, shard_nbytes: int) -> None:  # noqa: B027
+        """Get ready for reductions whose results have up to ``shard_nbytes`` bytes."""
+
+    def await_readers(self, shard: Tensor) -> None:  # noqa: B027
+        """Wait until no other rank reads ``shard``, which was given to ``gather``, any more."""
+
+    def close(self) -> None:  # noqa: B027
         """Give up the process groups."""
 
 
@@ -198,38 +205,23 @@ def _bytes(tensor: Tensor) -> Tensor:
 class _GlooPending(Pending):
     def __init__(
         self,
-        monitor: StallMonitor,
+        collectives: GlooCollectives,
         works: list[dist.Work],
         label: str,
         finish: Callable[[], None] | None = None,
     ) -> None:
-        self._monitor = monitor
+        self._collectives = collectives
         self._works = works
         self._label = label
         self._finish = finish
-        monitor.issued(label)
+        collectives.monitor.issued(label)
 
     def wait(self) -> None:
         works, self._works = self._works, []
-        if works:
-            self._monitor.waits(self._label)
-            for work in works:
-                self._wait(work)
-            self._monitor.waits(None)
+        self._collectives._await(works, self._label)
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
-
-    def _wait(self, work: dist.Work) -> None:
-        try:
-            work.wait(as_timedelta(self._monitor.timeout))
-        except RuntimeError as reason:
-            if "imed out" in str(reason):
-                raise self._monitor.error(self._label) from reason
-            raise RuntimeError(
-                f"Another rank went away while this one waited for {self._label}; "
-                f"its own output has the cause. ({reason})"
-            ) from reason
 
 
 class GlooCollectives(_GroupCollectives):
@@ -245,7 +237,7 @@ class GlooCollectives(_GroupCollectives):
             to, source = self._partners(distance)
             works += [self._send(shard, to, self.gather_group, tag)]
             works += [self._receive(chunks[source], source, self.gather_group, tag)]
-        return _GlooPending(self.monitor, works, label)
+        return _GlooPending(self, works, label)
 
     def _reduce(
         self, flat: Tensor, out: Tensor, label: str, tag: int, base: Tensor | None
@@ -261,17 +253,37 @@ class GlooCollectives(_GroupCollectives):
             works += [self._receive(terms[source], source, self.reduce_group, tag)]
 
         def average() -> None:
-            if base is not None:
-                for term in terms:
-                    term.add_(base)
-            # Summed into a received term, since `out` may be one that is still to be added.
-            total = terms[1] if self.rank == 0 else terms[0]
-            torch.add(terms[0], terms[1], out=total)
-            for term in terms[2:]:
-                total.add_(term)
-            torch.div(total, self.world_size, out=out)
+            self._average(terms, out, base)
 
-        return _GlooPending(self.monitor, works, label, average)
+        return _GlooPending(self, works, label, average)
+
+    def _average(self, terms: list[Tensor], out: Tensor, base: Tensor | None) -> None:
+        """Average one term per rank, in rank order, into ``out``; the terms are lost."""
+        if base is not None:
+            for term in terms:
+                term.add_(base)
+        # Summed into a received term, since `out` may be one that is still to be added.
+        total = terms[1] if self.rank == 0 else terms[0]
+        torch.add(terms[0], terms[1], out=total)
+        for term in terms[2:]:
+            total.add_(term)
+        torch.div(total, self.world_size, out=out)
+
+    def _await(self, works: list[dist.Work], label: str) -> None:
+        if not works:
+            return
+        self.monitor.waits(label)
+        for work in works:
+            try:
+                work.wait(as_timedelta(self.monitor.timeout))
+            except RuntimeError as reason:
+                if "imed out" in str(reason):
+                    raise self.monitor.error(label) from reason
+                raise RuntimeError(
+                    f"Another rank went away while this one waited for {label}; "
+                    f"its own output has the cause. ({reason})"
+                ) from reason
+        self.monitor.waits(None)
 
     def scatter(self, flat: Tensor | None, out: Tensor, label: str) -> None:
         if flat is None:
@@ -281,24 +293,24 @@ class GlooCollectives(_GroupCollectives):
             others = range(1, self.world_size)
             works = [self._send(chunks[to], to, self.gather_group, 0) for to in others]
             out.copy_(chunks[0])
-        _GlooPending(self.monitor, works, label).wait()
+        _GlooPending(self, works, label).wait()
 
     def collect(self, shard: Tensor, label: str) -> Tensor | None:
         if self.rank != 0:
             works = [self._send(shard, 0, self.gather_group, 0)]
-            _GlooPending(self.monitor, works, label).wait()
+            _GlooPending(self, works, label).wait()
             return None
         flat = shard.new_empty(self.world_size * shard.numel())
         chunks = flat.view(self.world_size, -1)
         others = range(1, self.world_size)
         works = [self._receive(chunks[source], source, self.gather_group, 0) for source in others]
         chunks[0].copy_(shard)
-        _GlooPending(self.monitor, works, label).wait()
+        _GlooPending(self, works, label).wait()
         return flat
 
     def broadcast(self, tensor: Tensor, label: str) -> None:
         work = dist.broadcast(_bytes(tensor), group=self.gather_group, group_src=0, async_op=True)
-        _GlooPending(self.monitor, [work], label).wait()
+        _GlooPending(self, [work], label).wait()
 
     def sum(self, tensor: Tensor, label: str) -> Pending:
         return self._all_reduce(tensor, dist.ReduceOp.SUM, label)
@@ -308,7 +320,7 @@ class GlooCollectives(_GroupCollectives):
 
     def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, label: str) -> Pending:
         work = dist.all_reduce(tensor, op=op, group=self.reduce_group, async_op=True)
-        return _GlooPending(self.monitor, [work], label)
+        return _GlooPending(self, [work], label)
 
     def _partners(self, distance: int) -> tuple[int, int]:
         return (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
@@ -349,8 +361,8 @@ class NcclCollectives(_GroupCollectives):
 
     def __init__(self, group: ProcessGroup, device: torch.device, stall_timeout: float) -> None:
         super().__init__(group, device, stall_timeout)
-        self._gather_stream = torch.cuda.Stream(device)
-        self._reduce_stream = torch.cuda.Stream(device)
+        self._gather_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._reduce_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def _gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
         def gather() -> None:
@@ -408,34 +420,6 @@ class NcclCollectives(_GroupCollectives):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             work()
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(stream)
         return _CudaPending(done, *keep)
-
-
-def collectives_for(
-    device: torch.device, group: ProcessGroup | None, stall_timeout: float
-) -> Collectives:
-    """Choose the way for a device and a process group.
-
-    Args:
-        device: Where the parameters live.
-        group: The ranks that train together, or None for the default group if there is one.
-        stall_timeout: Seconds that a wait may last before it becomes an error.
-
-    Raises:
-        ValueError: If the group's backend cannot carry tensors of that device.
-    """
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    if group is None or dist.get_world_size(group) == 1:
-        return LocalCollectives(device)
-    backend = dist.get_backend(group)
-    if device.type == "cpu" and "gloo" in backend:
-        return GlooCollectives(group, device, stall_timeout)
-    if device.type == "cuda" and "nccl" in backend:
-        return NcclCollectives(group, device, stall_timeout)
-    raise ValueError(
-        f"process_group_backend={backend!r} cannot carry tensors on {device.type!r}: "
-        "use 'gloo' with accelerator='cpu' and 'nccl' with accelerator='gpu'."
-    )

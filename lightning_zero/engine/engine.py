@@ -15,13 +15,14 @@ from torch.nn.parameter import is_lazy
 
 from lightning_zero.engine import clipping
 from lightning_zero.engine.buffers import BufferSync
-from lightning_zero.engine.collectives import Collectives, collectives_for
+from lightning_zero.engine.collectives import Collectives
 from lightning_zero.engine.flags import GradientFlags
 from lightning_zero.engine.optimizer import OptimizerSharding, ShardedOptimizer, check_optimizer
 from lightning_zero.engine.parameter import ZeroParameter, local_grad
 from lightning_zero.engine.placement import Placement, StagePlacement, placement_of
 from lightning_zero.engine.saved import SavedParameters
 from lightning_zero.engine.schedule import Schedule
+from lightning_zero.engine.transport import collectives_for
 from lightning_zero.engine.unit import ParameterSlot, Unit
 from lightning_zero.engine.units import UnitPlan, WrapPolicy, plan_buckets, plan_units
 
@@ -97,6 +98,7 @@ class ZeroEngine:
             placement = replace(placement, parameters=Placement.REPLICATED)
         self.placement = placement
         self.units = _build_units(plans, placement, self.collectives)
+        self.collectives.reserve(max((unit.shard_nbytes for unit in self.units), default=0))
         self.slots = [slot for unit in self.units for slot in unit.slots]
         self._by_param = {id(slot.param): slot for slot in self.slots}
         # The left-over parameters are used between the other units, so they stay.
@@ -172,7 +174,8 @@ class ZeroEngine:
             thawed = [slot for slot in self._unwatched if slot.param.requires_grad]
             for slot in thawed:
                 hook = _report_to(self.schedule, slot)
-                self._grad_hooks.append(slot.param.register_post_accumulate_grad_hook(hook))
+                register: Any = slot.param.register_post_accumulate_grad_hook
+                self._grad_hooks.append(register(hook))
         if thawed:
             self._unwatched = [slot for slot in self._unwatched if slot not in thawed]
 

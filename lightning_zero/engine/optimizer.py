@@ -135,11 +135,10 @@ class ShardedOptimizer:
 
     def show_shards(self) -> None:
         """Show the optimizer shards, with gradients where any rank has one."""
-        for slot in self.slots():
-            if not slot.has_grad:
-                continue
-            if not slot.unit.shards_parameters:
-                slot.unit.gather()  # the last step's new values may still be on their way
+        slots = [slot for slot in self.slots() if slot.has_grad]
+        for unit in dict.fromkeys(slot.unit for slot in slots):
+            unit.ready_for_step()
+        for slot in slots:
             grad_shard = slot.unit.grad_shard
             assert grad_shard is not None
             slot.keep_grad()
@@ -207,7 +206,7 @@ class ShardedOptimizer:
 
 
 def _run_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Run the closure of ``step(closure)`` now, so that gradients exist; let the step see its value."""
+    """Run the closure of ``step(closure)`` now, for its gradients; let the step see its value."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         return args, kwargs

@@ -7,7 +7,7 @@ The module and the optimizer keep the user's own objects for the whole run; only
 - *resting* (``RestingParameter``): full shape and dtype, values absent (storage freed) or stale (a
   gather is under way). Questions about shape, dtype and the like are answered at once; any other
   op gathers first and then runs.
-- *shard* (``nn.Parameter`` again): this rank's 1-D slice of the master, for the optimizer step only.
+- *shard* (``nn.Parameter`` again): this rank's 1-D slice of the master, during optimizer steps.
 
 A gradient has the first two: ``p.grad`` reads as a tensor of full shape whose values (the average
 over the ranks) are gathered when something looks at them.
@@ -42,9 +42,13 @@ _METADATA_FUNCTIONS = (
 ).split()
 
 
+_GRAD: Any = Tensor.grad  # the accessors below the faces
+_DATA: Any = Tensor.data
+
+
 def _metadata() -> frozenset[Callable[..., Any]]:
-    """List the functions that never look at a tensor's values, as ``__torch_function__`` sees them."""
-    found: set[Any] = {Tensor.data.__set__, torch.autograd.grad, torch.autograd.backward}  # type: ignore[attr-defined]
+    """List what never looks at a tensor's values, as ``__torch_function__`` sees it."""
+    found: set[Any] = {_DATA.__set__, torch.autograd.grad, torch.autograd.backward}
     for name in _METADATA_PROPERTIES:
         attribute = getattr(Tensor, name, None)  # some exist in some versions only
         found |= {getattr(attribute, accessor, None) for accessor in ("__get__", "__set__")}
@@ -55,18 +59,18 @@ def _metadata() -> frozenset[Callable[..., Any]]:
 
 def local_grad(param: nn.Parameter) -> Tensor | None:
     """Read the gradient that autograd itself has put on a parameter, whatever its face."""
-    grad: Tensor | None = Tensor.grad.__get__(param)  # type: ignore[attr-defined]
+    grad: Tensor | None = _GRAD.__get__(param)
     return grad
 
 
 def set_local_grad(param: nn.Parameter, grad: Tensor | None) -> None:
     """Set the gradient that autograd itself will see and add to."""
-    Tensor.grad.__set__(param, grad)  # type: ignore[attr-defined]
+    _GRAD.__set__(param, grad)
 
 
 def set_data(param: nn.Parameter, data: Tensor) -> None:
     """Make a parameter show ``data``. Its version counter does not move."""
-    Tensor.data.__set__(param, data)  # type: ignore[attr-defined]
+    _DATA.__set__(param, data)
 
 
 class ZeroParameter(nn.Parameter):
@@ -79,7 +83,7 @@ class ZeroParameter(nn.Parameter):
     zero_slot: ParameterSlot
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         grad = local_grad(self)
         return self.zero_slot.read_grad() if grad is None else grad
 
@@ -92,9 +96,9 @@ class ZeroParameter(nn.Parameter):
         self.zero_slot.write_grad(None)
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         # Writes through `.data` leave no trace on the version counter, so the unit assumes one.
-        data: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        data: Tensor = _DATA.__get__(self)
         self.zero_slot.unit.touched = True
         return data
 
@@ -120,7 +124,7 @@ class ZeroParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return plain.__reduce_ex__(protocol)
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def _leaves(arguments: Iterable[Any]) -> Iterable[Any]:

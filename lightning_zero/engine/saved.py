@@ -68,7 +68,7 @@ class SavedParameters:
             return tensor
         if unit is None or tensor.dtype != unit.dtype or tensor.is_conj() or tensor.is_neg():
             return _SavedTensor(tensor, version)
-        offset = tensor.storage_offset()
+        offset = int(tensor.storage_offset())
         slot = self._slots.get((id(unit), offset))
         if slot is not None and slot.param._version != version:
             slot = None  # an alias with a counter of its own, as `.data` gives

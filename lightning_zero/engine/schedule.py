@@ -179,7 +179,7 @@ class Schedule:
         """Learn from inside autograd that a backward pass is under way."""
         if self._in_backward:
             return
-        Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[no-untyped-call]
+        Variable._execution_engine.queue_callback(self._end_backward)
         self._in_backward = True
         if self._reported:
             return
@@ -234,7 +234,7 @@ class Schedule:
         self.rest()
 
     def complete_round(self) -> None:
-        """Reduce what this backward pass has not: the gradients that it did not produce are zeros."""
+        """Reduce what this backward pass has not; gradients that it did not produce are zeros."""
         if not self._reported:  # this rank alone had no backward pass
             with torch._C.DisableTorchFunctionSubclass():
                 for unit in self._reduce_order:

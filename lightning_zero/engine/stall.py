@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 _HIDDEN = ("torch", "lightning", "pytorch_lightning", "lightning_zero", "threading")
 
@@ -93,7 +93,7 @@ class StallMonitor:
     def _publish_often(self) -> None:
         # A client of its own: on a shared one a blocking call of the training thread would stop us.
         with suppress(AttributeError, RuntimeError, NotImplementedError):
-            self._store = self._store.clone()
+            self._store = self._store.clone()  # type: ignore[attr-defined]
         while not self._stop.wait(self._period):
             try:
                 self._publish(force=self._store.check(["asked"]))

@@ -30,7 +30,7 @@ class UnitState(Enum):
     """What the working values of a unit are, and what memory they hold."""
 
     RESTING = "resting"
-    """Absent or stale. Sharded parameters hold no storage, unless somebody else still looks at it."""
+    """Absent or stale. Sharded parameters hold no storage, unless somebody still looks at it."""
     GATHERING = "gathering"
     """A gather is writing into the storage."""
     WORKING = "working"
@@ -56,7 +56,7 @@ class ParameterSlot:
         reported: Whether the backward pass under way has given it a gradient.
         local: Whether the unit's gradient buffer holds a gradient of this rank for it.
         reduced: Whether the unit's gradient shard holds an average for it.
-        has_grad: Whether any rank had a gradient; only this rank's answer until flags are exchanged.
+        has_grad: Whether any rank had a gradient; until flags are exchanged, whether this one had.
         grad_face: The tensor that was handed out as its gradient.
         spare_face: One that was handed out before and can be again.
     """
@@ -164,9 +164,9 @@ class ParameterSlot:
 class Unit:
     """A flat buffer of parameters of one dtype: gather, release, reduce.
 
-    *Tensor roles.* ``flat`` holds the working values and ``shard`` this rank's part of them, which is
-    the master. With replicated parameters ``shard`` is a slice of ``flat``; with sharded ones it has
-    a storage of its own and ``flat``'s is freed at rest, then comes back under the same views.
+    *Tensor roles.* ``flat`` holds the working values and ``shard`` this rank's part of them, which
+    is the master. With replicated parameters ``shard`` is a slice of ``flat``; with sharded ones it
+    has a storage of its own and ``flat``'s is freed at rest, then comes back under the same views.
     ``grad_flat`` holds this rank's gradients, ``grad_shard`` this rank's part of their average.
 
     Args:
@@ -286,6 +286,7 @@ class Unit:
         self.use = refuse
 
     def _hand_back(self, device: torch.device) -> None:
+        self._collectives.await_readers(self.shard)
         for slot in self.slots:
             slot.param.__class__ = slot.original_class
             set_local_grad(slot.param, None)
@@ -313,6 +314,17 @@ class Unit:
     def flat_nbytes(self) -> int:
         """Bytes of the working values of the whole unit."""
         return self.layout.flat_numel * self.dtype.itemsize
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of this rank's part of them."""
+        return self.layout.shard_numel * self.dtype.itemsize
+
+    def ready_for_step(self) -> None:
+        """Make sure that the optimizer may write to the shard."""
+        if not self.shards_parameters:
+            self.gather()  # the last step's new values may still be on their way
+        self._collectives.await_readers(self.shard)
 
     @property
     def resting_nbytes(self) -> int:
@@ -387,6 +399,7 @@ class Unit:
         if not self.shards_parameters:
             return  # the master is a slice of the working values
         if self.touched or any(slot.param._version != slot.version for slot in self.slots):
+            self._collectives.await_readers(self.shard)
             self.shard.data.copy_(self._own(self.flat.data))
             self.touched = False
             for slot in self.slots:
@@ -497,12 +510,13 @@ class Unit:
         flat = self.grad_shard.new_empty(self.layout.flat_numel)
         label = f"gradients of {self._label}"
         self._collectives.gather(flat, self.grad_shard, label, self.index).wait()
+        self._collectives.await_readers(self.grad_shard)
         for slot in self.slots:
             face = slot.grad_face
             if type(face) is RestingGrad:
                 with torch._C.DisableTorchFunctionSubclass():
                     face.untyped_storage().resize_(face.numel() * face.element_size())
-                face.__class__ = Tensor
+                face.__class__ = Tensor  # type: ignore[assignment]
                 with torch.no_grad():
                     face.copy_(slot.in_flat(flat))
 

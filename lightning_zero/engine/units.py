@@ -21,7 +21,7 @@ WrapPolicy = (
 """How to choose units at stage 3: a word, class names, classes, or a function as FSDP takes it."""
 
 _SMALL = 2**14
-"""Elements under which a module is no unit of its own: moving fewer costs as much as moving none."""
+"""Elements under which a module is no unit of its own: fewer cost as much to move as none."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # These read their children's parameters without calling the children.
