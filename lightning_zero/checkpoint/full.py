@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.optimizer import ShardedOptimizer
 from lightning_zero.engine.parameter import ZeroParameter
-from lightning_zero.engine.unit import ParameterSlot, Unit
+from lightning_zero.engine.slot import ParameterSlot
+from lightning_zero.engine.unit import Unit
 
 
 def module_state(engine: ZeroEngine, module: nn.Module) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.collectives import Collectives
-from lightning_zero.engine.unit import ParameterSlot
+from lightning_zero.engine.slot import ParameterSlot
 
 
 def _grads(slots: Sequence[ParameterSlot]) -> list[Tensor]:

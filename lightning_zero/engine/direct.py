@@ -1,9 +1,9 @@
 """Exchange between ranks of one host by copying straight between their memories.
 
-A gather over sockets costs a CPU rank two copies in the kernel on either side, and that is time its
-cores do not compute. Linux lets a process copy once, from or to the memory of another that it may
-trace (``process_vm_readv`` and ``process_vm_writev``). Messages that say where and when still go
-through gloo, and so does everything if a trial at set-up does not succeed on every rank.
+Over sockets each gather costs a CPU rank two copies in the kernel and a second thread to make
+them, which is time that its cores do not compute. Linux lets a process copy once, from or to the
+memory of another that it may trace (``process_vm_readv`` and ``process_vm_writev``). Everything
+goes through gloo instead if a trial at set-up does not succeed on every rank.
 
 - Gather of a shard with a storage of its own: the owner sends the shard's address, the reader
   copies from it when it waits and sends a receipt. The owner waits for receipts only before it
@@ -19,9 +19,10 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,8 +30,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_zero.engine.collectives import GlooCollectives, Pending
+from lightning_zero.engine.mailbox import Mailbox
 
-_RECEIPT = 1 << 20  # added to a unit's tag
+# Kinds of words.
+_SHARD = b"shrd"  # here is my shard
+_RECEIPT = b"rcpt"  # I have read your shard
+_PLACE = b"plce"  # write your part here
+_WRITTEN = b"wrtn"  # I have written my part
+_LOAN = b"loan"  # write your gradients here, some time
+_GRADIENT = b"grad"  # I have written my gradients
 
 
 class _Span(ctypes.Structure):
@@ -44,16 +52,11 @@ class PeerMemory:
         library = ctypes.CDLL(None, use_errno=True)
         self._read = library.process_vm_readv  # AttributeError where there is no such call
         self._write = library.process_vm_writev
+        spans = ctypes.POINTER(_Span)
+        count = ctypes.c_ulong
         for call in (self._read, self._write):
             call.restype = ctypes.c_ssize_t
-            call.argtypes = [
-                ctypes.c_int,
-                ctypes.POINTER(_Span),
-                ctypes.c_ulong,
-                ctypes.POINTER(_Span),
-                ctypes.c_ulong,
-                ctypes.c_ulong,
-            ]
+            call.argtypes = [ctypes.c_int, spans, count, spans, count, count]
 
     def read(self, pid: int, address: int, into: Tensor) -> None:
         """Fill ``into`` from ``address`` of process ``pid``."""
@@ -69,44 +72,69 @@ class PeerMemory:
         while left:
             done = call(pid, _Span(here, left), 1, _Span(address, left), 1, 0)
             if done <= 0:
-                code = ctypes.get_errno()
-                raise RuntimeError(
-                    f"Another rank went away: the memory of its process {pid} cannot be reached "
-                    f"({os.strerror(code)}); its own output has the cause."
-                )
+                raise ConnectionError(os.strerror(ctypes.get_errno()))
             here, address, left = here + done, address + done, left - done
 
 
-def find_peers(group: ProcessGroup) -> list[int] | None:
-    """Return the process ids of all ranks if each can reach the memory of every other, else None.
+class Peers(NamedTuple):
+    """The other ranks, all on this host.
 
-    Tried by reading a secret of each: ids mean nothing across hosts and containers.
+    Attributes:
+        pids: The process of each rank.
+        memory: How to reach their memories.
+        mailbox: How to reach their attention.
     """
+
+    pids: list[int]
+    memory: PeerMemory
+    mailbox: Mailbox
+
+
+def find_peers(group: ProcessGroup) -> Peers | None:
+    """Return the ranks if each can reach the memory of every other, else None.
+
+    Tried by reading a secret of each: process ids mean nothing across hosts and containers.
+    """
+    rank = dist.get_rank(group)
     secret = torch.tensor([secrets.randbits(62), 0])
+    card, mailbox, memory = None, None, None
+    with suppress(AttributeError, OSError):  # not on Linux
+        memory, mailbox = PeerMemory(), Mailbox(rank)
+        card = (os.getpid(), secret.data_ptr(), int(secret[0]), mailbox.address)
     cards: list[Any] = [None] * dist.get_world_size(group)
-    card = (os.getpid(), secret.data_ptr(), int(secret[0]))
     dist.all_gather_object(cards, card, group=group)
-    mark = dist.get_rank(group) + 1
+    reached = None not in cards and memory is not None and _reach(memory, cards)
+    if not _all_say(reached, cards, group):
+        return None
+    assert memory is not None
+    assert mailbox is not None
     try:
-        memory = PeerMemory()
-        reached = True
-        for rank, (pid, address, expected) in enumerate(cards):
-            if rank + 1 != mark:
-                seen = torch.zeros(1, dtype=torch.int64)
-                memory.read(pid, address, seen)
-                reached = reached and int(seen) == expected
-                if reached:
-                    memory.write(pid, address + 8, torch.tensor([mark]))
-    except (AttributeError, OSError, RuntimeError):
+        mailbox.connect([address for *_, address in cards], timeout=60.0)
+    except OSError:
         reached = False
+    if not _all_say(reached, cards, group):
+        mailbox.close()
+        return None
+    return Peers([pid for pid, *_ in cards], memory, mailbox)
+
+
+def _reach(memory: PeerMemory, cards: list[Any]) -> bool:
+    seen = torch.zeros(1, dtype=torch.int64)
+    try:
+        for pid, address, expected, _ in cards:
+            memory.read(pid, address, seen)
+            if int(seen) != expected:
+                return False
+            memory.write(pid, address + 8, seen)
+    except ConnectionError:
+        return False
+    return True
+
+
+def _all_say(yes: bool, cards: list[Any], group: ProcessGroup) -> bool:
     verdicts: list[Any] = [None] * len(cards)
-    dist.all_gather_object(verdicts, reached, group=group)  # the secret lives until all have read
-    return [pid for pid, _, _ in cards] if all(verdicts) else None
-
-
-def _word() -> Tensor:
-    """Make a message whose arrival says everything."""
-    return torch.zeros(1, dtype=torch.uint8)
+    dist.all_gather_object(verdicts, yes, group=group)
+    return all(verdicts)
 
 
 class _DirectPending(Pending):
@@ -119,6 +147,10 @@ class _DirectPending(Pending):
             finish()
 
 
+_open: set[DirectCollectives] = set()
+"""Those not closed yet: a rank that fails must not free what the others may still write to."""
+
+
 class DirectCollectives(GlooCollectives):
     """Gathers and reduces in one copy between the ranks of one host.
 
@@ -126,45 +158,38 @@ class DirectCollectives(GlooCollectives):
         group: As for ``GlooCollectives``.
         device: The CPU.
         stall_timeout: Seconds.
-        peers: Process ids of all ranks.
+        peers: What ``find_peers`` has found.
     """
 
     def __init__(
-        self, group: ProcessGroup, device: torch.device, stall_timeout: float, peers: list[int]
+        self, group: ProcessGroup, device: torch.device, stall_timeout: float, peers: Peers
     ) -> None:
         super().__init__(group, device, stall_timeout)
-        self._peers = peers
-        self._memory = PeerMemory()
-        self._readers: dict[int, list[dist.Work]] = {}
-        self._lent = torch.empty(0, dtype=torch.uint8)  # (N, bytes): what others write into
-        self._loans: dict[int, tuple[dist.Work, Tensor]] = {}  # where to write, by rank
-        self._others = [self._partners(d)[0] for d in range(1, self.world_size)]
-        self._sent: deque[dist.Work] = deque()
-
-    def _tell(self, word: Tensor, rank: int, group: ProcessGroup, tag: int) -> None:
-        """Send a small message without waiting for it."""
-        self._sent.append(self._send(word, rank, group, tag))
-        # A dropped handle would take its message back.
-        while self._sent[0].is_completed() and len(self._sent) > 1:
-            self._sent.popleft()
+        self._pids, self._memory, self._mailbox = peers
+        self._others = [self._partners(distance)[0] for distance in range(1, self.world_size)]
+        self._readers: dict[int, Counter[int]] = {}  # receipts to come: tags, by shard address
+        self._lent: dict[int, Tensor] = {}  # what others write into, by rank
+        _open.add(self)
 
     def reserve(self, shard_nbytes: int) -> None:
-        if shard_nbytes <= self._lent.shape[-1] and self._lent.dim() == 2:
-            return
-        self._lent = torch.empty(self.world_size, shard_nbytes, dtype=torch.uint8)
-        for rank in self._others:
-            self._expect_loan(rank)
+        if self._lent:
+            return  # addresses that were given away stay valid
+        self._lent = {rank: torch.empty(shard_nbytes, dtype=torch.uint8) for rank in self._others}
         for rank in self._others:
             self._lend(rank)
 
-    def _lend(self, rank: int) -> None:
-        address = torch.tensor([self._lent[rank].data_ptr()])
-        self._tell(address, rank, self.reduce_group, _RECEIPT)
+    def close(self) -> None:
+        super().close()
+        self._mailbox.close()
+        _open.discard(self)
 
-    def _expect_loan(self, rank: int) -> None:
-        address = torch.empty(1, dtype=torch.int64)
-        work = self._receive(address, rank, self.reduce_group, _RECEIPT)
-        self._loans[rank] = (work, address)
+    def await_readers(self, shard: Tensor) -> None:
+        tags = self._readers.pop(shard.data_ptr(), None)
+        if tags:
+            label = "the other ranks to have read a shard"
+            for tag in tags.elements():
+                for rank in self._others:
+                    self._ask(rank, _RECEIPT, tag, label)
 
     def _gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
         self.monitor.issued(label)
@@ -173,65 +198,92 @@ class DirectCollectives(GlooCollectives):
         if own.data_ptr() == shard.data_ptr():
             return self._gather_in_place(chunks, label, tag)
         own.copy_(shard)
-        group = self.gather_group
-        receipts = self._readers.setdefault(shard.data_ptr(), [])
-        arrivals = []
+        self._readers.setdefault(shard.data_ptr(), Counter())[tag] += 1
         for rank in self._others:
-            there = torch.empty(1, dtype=torch.int64)
-            arrivals.append((rank, there, self._receive(there, rank, group, tag)))
-            receipts.append(self._receive(_word(), rank, group, tag + _RECEIPT))
-            self._tell(torch.tensor([shard.data_ptr()]), rank, group, tag)
+            self._tell(rank, _SHARD, tag, label, shard.data_ptr())
 
         def finish() -> None:
-            for rank, there, work in arrivals:
-                self._await([work], label)
-                self._memory.read(self._peers[rank], int(there), chunks[rank])
-                self._tell(_word(), rank, group, tag + _RECEIPT)
+            for rank in self._others:
+                address = self._ask(rank, _SHARD, tag, label)
+                self._copy(self._memory.read, rank, address, chunks[rank], label)
+                self._tell(rank, _RECEIPT, tag, label)
 
         return _DirectPending(finish)
 
     def _gather_in_place(self, chunks: Tensor, label: str, tag: int) -> Pending:
-        group = self.gather_group
-        places, receipts = [], []
         for rank in self._others:
-            there = torch.empty(1, dtype=torch.int64)
-            places.append((rank, there, self._receive(there, rank, group, tag)))
-            receipts.append(self._receive(_word(), rank, group, tag + _RECEIPT))
-            self._tell(torch.tensor([chunks[rank].data_ptr()]), rank, group, tag)
-        for rank, there, work in places:
-            self._await([work], label)
-            self._memory.write(self._peers[rank], int(there), chunks[self.rank])
-            self._tell(_word(), rank, group, tag + _RECEIPT)
-        return _DirectPending(lambda: self._await(receipts, label))
+            self._tell(rank, _PLACE, tag, label, chunks[rank].data_ptr())
+        for rank in self._others:
+            address = self._ask(rank, _PLACE, tag, label)
+            self._copy(self._memory.write, rank, address, chunks[self.rank], label)
+            self._tell(rank, _WRITTEN, tag, label)
 
-    def await_readers(self, shard: Tensor) -> None:
-        works = self._readers.pop(shard.data_ptr(), None)
-        if works:
-            self._await(works, "the other ranks to have read a shard")
+        def finish() -> None:
+            for rank in self._others:
+                self._ask(rank, _WRITTEN, tag, label)
+
+        return _DirectPending(finish)
 
     def _reduce(
         self, flat: Tensor, out: Tensor, label: str, tag: int, base: Tensor | None
     ) -> Pending:
         chunks = flat.view(self.world_size, -1)
         nbytes = out.numel() * out.element_size()
-        self.reserve(nbytes)
+        if nbytes > min((lent.numel() for lent in self._lent.values()), default=0):
+            return super()._reduce(flat, out, label, tag, base)
         self.monitor.issued(label)
         terms = [chunks[self.rank]] * self.world_size
-        arrivals = []
         for rank in self._others:
-            arrivals.append(self._receive(_word(), rank, self.reduce_group, tag))
-            terms[rank] = self._lent[rank, :nbytes].view(flat.dtype)
-        for rank in self._others:
-            work, address = self._loans.pop(rank)
-            self._await([work], label)
-            self._memory.write(self._peers[rank], int(address), chunks[rank])
-            self._expect_loan(rank)
-            self._tell(_word(), rank, self.reduce_group, tag)
+            address = self._ask(rank, _LOAN, 0, label)
+            self._copy(self._memory.write, rank, address, chunks[rank], label)
+            self._tell(rank, _GRADIENT, tag, label)
+            terms[rank] = self._lent[rank][:nbytes].view(flat.dtype)
 
         def finish() -> None:
-            self._await(arrivals, label)
+            for rank in self._others:
+                self._ask(rank, _GRADIENT, tag, label)
             self._average(terms, out, base)
             for rank in self._others:
                 self._lend(rank)
 
         return _DirectPending(finish)
+
+    def _lend(self, rank: int) -> None:
+        self._tell(rank, _LOAN, 0, "gradients", self._lent[rank].data_ptr())
+
+    def _tell(self, rank: int, kind: bytes, tag: int, label: str, value: int = 0) -> None:
+        try:
+            self._mailbox.send(rank, kind, tag, value)
+        except ConnectionError as reason:
+            raise self._gone(rank, label) from reason
+
+    def _ask(self, rank: int, kind: bytes, tag: int, label: str) -> int:
+        self.monitor.waits(label)
+        try:
+            value = self._mailbox.receive(rank, kind, tag, self.monitor.timeout)
+        except TimeoutError as reason:
+            raise self.monitor.error(label) from reason
+        except ConnectionError as reason:
+            raise self._gone(rank, label) from reason
+        self.monitor.waits(None)
+        return value
+
+    def _copy(
+        self,
+        copy: Callable[[int, int, Tensor], None],
+        rank: int,
+        address: int,
+        tensor: Tensor,
+        label: str,
+    ) -> None:
+        try:
+            copy(self._pids[rank], address, tensor)
+        except ConnectionError as reason:
+            raise self._gone(rank, label) from reason
+
+    @staticmethod
+    def _gone(rank: int, label: str) -> RuntimeError:
+        return RuntimeError(
+            f"Rank {rank} went away while this one waited for {label}; its own output has the "
+            "cause."
+        )

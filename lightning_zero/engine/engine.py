@@ -22,8 +22,9 @@ from lightning_zero.engine.parameter import ZeroParameter, local_grad
 from lightning_zero.engine.placement import Placement, StagePlacement, placement_of
 from lightning_zero.engine.saved import SavedParameters
 from lightning_zero.engine.schedule import Schedule
+from lightning_zero.engine.slot import ParameterSlot
 from lightning_zero.engine.transport import collectives_for
-from lightning_zero.engine.unit import ParameterSlot, Unit
+from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.units import UnitPlan, WrapPolicy, plan_buckets, plan_units
 
 

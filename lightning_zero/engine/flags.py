@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.collectives import Collectives, Pending
-from lightning_zero.engine.unit import ParameterSlot
+from lightning_zero.engine.slot import ParameterSlot
 
 
 class GradientFlags:

@@ -17,7 +17,8 @@ from lightning_zero.engine.parameter import (
     set_local_grad,
 )
 from lightning_zero.engine.schedule import Schedule
-from lightning_zero.engine.unit import ParameterSlot, Unit
+from lightning_zero.engine.slot import ParameterSlot
+from lightning_zero.engine.unit import Unit
 
 OptimizerSharding = Literal["auto", "elementwise"]
 

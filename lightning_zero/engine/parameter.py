@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from lightning_zero.engine.unit import ParameterSlot
+    from lightning_zero.engine.slot import ParameterSlot
 
 _METADATA_PROPERTIES = (
     "_backward_hooks _base _grad _post_accumulate_grad_hooks _version device dtype grad grad_dtype "

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_zero.engine.schedule import Schedule
-from lightning_zero.engine.unit import ParameterSlot, Unit
+from lightning_zero.engine.slot import ParameterSlot
+from lightning_zero.engine.unit import Unit
 
 
 class _SavedView(NamedTuple):

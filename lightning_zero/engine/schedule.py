@@ -13,7 +13,8 @@ from functools import partial
 import torch
 from torch.autograd import Variable
 
-from lightning_zero.engine.unit import ParameterSlot, Unit, UnitState
+from lightning_zero.engine.slot import ParameterSlot
+from lightning_zero.engine.unit import Unit, UnitState
 
 
 class Schedule:
