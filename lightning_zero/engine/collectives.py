@@ -422,4 +422,5 @@ class NcclCollectives(_GroupCollectives):
             work()
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(stream)
+        self.monitor.watch(done.query, label)
         return _CudaPending(done, *keep)

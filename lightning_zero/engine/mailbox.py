@@ -73,7 +73,7 @@ class Mailbox:
                 return
             except BlockingIOError:
                 self._take_in(rank)
-                select.select([line], [line], [], 0.1)
+                _poll(line, select.POLLIN | select.POLLOUT, 0.1)
 
     def receive(self, rank: int, kind: bytes, tag: int, timeout: float) -> int:
         """Return the value of the next word of this kind and tag from ``rank``.
@@ -90,7 +90,7 @@ class Mailbox:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError
-                select.select([self._sockets[rank]], [], [], left)
+                _poll(self._sockets[rank], select.POLLIN, left)
         return self._arrived[key].popleft()
 
     def close(self) -> None:
@@ -112,3 +112,9 @@ class Mailbox:
             kind, tag, value = _PACKET.unpack(packet)
             self._arrived.setdefault((rank, kind, tag), deque()).append(value)
             found = True
+
+
+def _poll(line: socket.socket, events: int, seconds: float) -> None:
+    poll = select.poll()  # `select.select` refuses file descriptors from 1024 on
+    poll.register(line, events)
+    poll.poll(max(1, int(seconds * 1000)))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +16,7 @@ from types import FrameType
 
 from torch.distributed.distributed_c10d import Store
 
+_log = logging.getLogger(__name__)
 _HIDDEN = ("torch", "lightning", "pytorch_lightning", "lightning_zero", "threading")
 
 
@@ -40,6 +44,7 @@ class StallMonitor:
         self._published: str | None = None
         self._main = threading.get_ident()
         self._period = min(max(timeout / 10, 0.02), 10.0)
+        self._watched: deque[tuple[float, Callable[[], bool], str]] = deque()
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._publish_often, daemon=True, name="zero-stall")
@@ -53,6 +58,17 @@ class StallMonitor:
     def waits(self, what: str | None) -> None:
         """Note the collective that this rank waits for, or that it waits no more."""
         self._waits_for = what
+
+    def watch(self, is_done: Callable[[], bool], what: str) -> None:
+        """Log an error if a collective that no host waits for, as on a GPU, takes too long.
+
+        The process group ends such a collective itself, some time after, and knows less to say.
+
+        Args:
+            is_done: Whether the device has finished it; called from another thread.
+            what: The collective.
+        """
+        self._watched.append((time.monotonic(), is_done, what))
 
     def stop(self) -> None:
         """End the thread; the store may go away afterwards."""
@@ -95,10 +111,21 @@ class StallMonitor:
         with suppress(AttributeError, RuntimeError, NotImplementedError):
             self._store = self._store.clone()  # type: ignore[attr-defined]
         while not self._stop.wait(self._period):
+            self._look_at_watched()
             try:
                 self._publish(force=self._store.check(["asked"]))
             except RuntimeError:  # the store's host is gone, and with it whoever could ask
                 return
+
+    def _look_at_watched(self) -> None:
+        while self._watched:
+            since, is_done, what = self._watched[0]
+            if not is_done():
+                if time.monotonic() - since > self.timeout:
+                    self._watched.clear()
+                    _log.error("%s", self.error(what))
+                return
+            self._watched.popleft()
 
     def _publish(self, force: bool) -> None:
         with self._lock:
