@@ -282,11 +282,10 @@ class ZeroStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
-        with self.engine.forward():
-            output = super().training_step(*args, **kwargs)
-        if output is None and self.lightning_module.automatic_optimization:
-            self.engine.skip_backward()
-        return output
+        # Under manual optimization DDPStrategy broadcasts buffers before the first step only.
+        syncs = self.lightning_module.automatic_optimization
+        with self.engine.forward(syncs_buffers=syncs):
+            return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

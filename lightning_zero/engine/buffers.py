@@ -27,15 +27,15 @@ class BufferSync:
         self._due = True
         self.broadcast()
 
-    def before_forward(self, blocked: bool) -> None:
+    def before_forward(self, syncs: bool) -> None:
         """Broadcast if it is due.
 
         Args:
-            blocked: Whether this pass belongs to a micro-batch that does not synchronise.
+            syncs: Whether this pass synchronises, so that the next one begins with a broadcast.
         """
         if self._enabled and self._due:
             self.broadcast()
-        self._due = torch.is_grad_enabled() and not blocked
+        self._due = torch.is_grad_enabled() and syncs
 
     @torch.no_grad()
     def broadcast(self) -> None:

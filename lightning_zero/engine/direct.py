@@ -167,7 +167,8 @@ class DirectCollectives(GlooCollectives):
         super().__init__(group, device, stall_timeout)
         self._pids, self._memory, self._mailbox = peers
         self._others = [self._partners(distance)[0] for distance in range(1, self.world_size)]
-        self._readers: dict[int, Counter[int]] = {}  # receipts to come: tags, by shard address
+        self._readers: dict[int, list[int]] = {}  # receipts to come: tickets, by shard address
+        self._issued: Counter[int] = Counter()
         self._lent: dict[int, Tensor] = {}  # what others write into, by rank
         _open.add(self)
 
@@ -184,43 +185,41 @@ class DirectCollectives(GlooCollectives):
         _open.discard(self)
 
     def await_readers(self, shard: Tensor) -> None:
-        tags = self._readers.pop(shard.data_ptr(), None)
-        if tags:
-            label = "the other ranks to have read a shard"
-            for tag in tags.elements():
-                for rank in self._others:
-                    self._ask(rank, _RECEIPT, tag, label)
+        label = "the other ranks to have read a shard"
+        for ticket in self._readers.pop(shard.data_ptr(), ()):
+            for rank in self._others:
+                self._ask(rank, _RECEIPT, ticket, label)
 
     def _gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
-        self.monitor.issued(label)
+        ticket = self._ticket(tag, label)
         chunks = flat.view(self.world_size, -1)
         own = chunks[self.rank]
         if own.data_ptr() == shard.data_ptr():
-            return self._gather_in_place(chunks, label, tag)
+            return self._gather_in_place(chunks, label, ticket)
         own.copy_(shard)
-        self._readers.setdefault(shard.data_ptr(), Counter())[tag] += 1
+        self._readers.setdefault(shard.data_ptr(), []).append(ticket)
         for rank in self._others:
-            self._tell(rank, _SHARD, tag, label, shard.data_ptr())
+            self._tell(rank, _SHARD, ticket, label, shard.data_ptr())
 
         def finish() -> None:
             for rank in self._others:
-                address = self._ask(rank, _SHARD, tag, label)
+                address = self._ask(rank, _SHARD, ticket, label)
                 self._copy(self._memory.read, rank, address, chunks[rank], label)
-                self._tell(rank, _RECEIPT, tag, label)
+                self._tell(rank, _RECEIPT, ticket, label)
 
         return _DirectPending(finish)
 
-    def _gather_in_place(self, chunks: Tensor, label: str, tag: int) -> Pending:
+    def _gather_in_place(self, chunks: Tensor, label: str, ticket: int) -> Pending:
         for rank in self._others:
-            self._tell(rank, _PLACE, tag, label, chunks[rank].data_ptr())
+            self._tell(rank, _PLACE, ticket, label, chunks[rank].data_ptr())
         for rank in self._others:
-            address = self._ask(rank, _PLACE, tag, label)
+            address = self._ask(rank, _PLACE, ticket, label)
             self._copy(self._memory.write, rank, address, chunks[self.rank], label)
-            self._tell(rank, _WRITTEN, tag, label)
+            self._tell(rank, _WRITTEN, ticket, label)
 
         def finish() -> None:
             for rank in self._others:
-                self._ask(rank, _WRITTEN, tag, label)
+                self._ask(rank, _WRITTEN, ticket, label)
 
         return _DirectPending(finish)
 
@@ -231,22 +230,28 @@ class DirectCollectives(GlooCollectives):
         nbytes = out.numel() * out.element_size()
         if nbytes > min((lent.numel() for lent in self._lent.values()), default=0):
             return super()._reduce(flat, out, label, tag, base)
-        self.monitor.issued(label)
+        ticket = self._ticket(tag, label)
         terms = [chunks[self.rank]] * self.world_size
         for rank in self._others:
             address = self._ask(rank, _LOAN, 0, label)
             self._copy(self._memory.write, rank, address, chunks[rank], label)
-            self._tell(rank, _GRADIENT, tag, label)
+            self._tell(rank, _GRADIENT, ticket, label)
             terms[rank] = self._lent[rank][:nbytes].view(flat.dtype)
 
         def finish() -> None:
             for rank in self._others:
-                self._ask(rank, _GRADIENT, tag, label)
+                self._ask(rank, _GRADIENT, ticket, label)
             self._average(terms, out, base)
             for rank in self._others:
                 self._lend(rank)
 
         return _DirectPending(finish)
+
+    def _ticket(self, tag: int, label: str) -> int:
+        """Number a collective, so that two of one unit under way are not taken for each other."""
+        self.monitor.issued(label)
+        self._issued[tag] += 1
+        return self._issued[tag] << 24 | tag
 
     def _lend(self, rank: int) -> None:
         self._tell(rank, _LOAN, 0, "gradients", self._lent[rank].data_ptr())

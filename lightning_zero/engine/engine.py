@@ -128,10 +128,14 @@ class ZeroEngine:
     # Forward and backward
 
     @contextmanager
-    def forward(self) -> Generator[None, None, None]:
-        """Surround a forward pass of the whole module; its backward comes after, or inside."""
+    def forward(self, syncs_buffers: bool = True) -> Generator[None, None, None]:
+        """Surround a forward pass of the whole module; its backward comes after, or inside.
+
+        Args:
+            syncs_buffers: Whether the pass after this one begins with a broadcast of buffers.
+        """
         self._watch_gradients()
-        self._buffers.before_forward(self.schedule.blocked)
+        self._buffers.before_forward(syncs_buffers and not self.schedule.blocked)
         self.schedule.begin_pass()
         yield
         self.schedule.end_forward()
@@ -150,12 +154,7 @@ class ZeroEngine:
         """Surround a backward pass where a rank might find nothing to do while others do."""
         before = self.schedule.rounds
         yield
-        if self.schedule.rounds == before:
-            self.skip_backward()
-
-    def skip_backward(self) -> None:
-        """Take part in the reductions of a backward pass that only other ranks run."""
-        if not self.schedule.blocked:
+        if self.schedule.rounds == before and not self.schedule.blocked:
             self.schedule.complete_round()
 
     def finish_gradients(self) -> None:

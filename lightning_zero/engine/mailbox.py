@@ -91,7 +91,11 @@ class Mailbox:
                 if left <= 0:
                     raise TimeoutError
                 _poll(self._sockets[rank], select.POLLIN, left)
-        return self._arrived[key].popleft()
+        words = self._arrived[key]
+        value = words.popleft()
+        if not words:
+            del self._arrived[key]
+        return value
 
     def close(self) -> None:
         """Hang up."""
