@@ -6,6 +6,16 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
+
+def device_memory(device: torch.device) -> int:
+    """Return the free bytes of a device; the host's for the CPU."""
+    if device.type == "cuda":
+        free, _total = torch.cuda.mem_get_info(device)
+        return int(free)
+    return available_memory()
+
 
 def available_memory() -> int:
     """Return the bytes of host memory that can be had without swapping."""

@@ -27,9 +27,10 @@ from lightning_zero.checkpoint.full import module_state, optimizer_state
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.parameter import ZeroParameter
 from lightning_zero.engine.placement import Placement, placement_of
-from lightning_zero.host import available_memory
+from lightning_zero.host import available_memory, device_memory
 from lightning_zero.precision import ZeroPrecision
 
+REPLICATED = Placement.REPLICATED
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
@@ -52,6 +53,9 @@ class ZeroStrategy(DDPStrategy):
             micro-batch (less memory) or only the last one (less traffic).
         optimizer_sharding: ``"auto"`` refuses optimizers that are not known to update each element
             by itself; ``"elementwise"`` declares that yours does.
+        eval_weights: ``"gathered"`` keeps the weights whole during validation, test and prediction
+            if they fit in half of the free memory, so that ranks may run different numbers of
+            forward passes; ``"sharded"`` gathers them for each.
         restore_weights: Whether the module gets its full weights back on the CPU of every rank at
             the end. ``"auto"``: if they fit in half of the host's free memory.
         stall_timeout: Seconds that a wait for other ranks may last before it becomes an error that
@@ -78,6 +82,7 @@ class ZeroStrategy(DDPStrategy):
         broadcast_buffers: bool = True,
         reduce_every_backward: bool = True,
         optimizer_sharding: Literal["auto", "elementwise"] = "auto",
+        eval_weights: Literal["sharded", "gathered"] = "sharded",
         restore_weights: Literal["auto", "always", "never"] = "auto",
         stall_timeout: float = 300.0,
         accelerator: Accelerator | None = None,
@@ -93,6 +98,7 @@ class ZeroStrategy(DDPStrategy):
             bucket_mb=bucket_mb,
             stall_timeout=stall_timeout,
             optimizer_sharding=optimizer_sharding,
+            eval_weights=eval_weights,
             restore_weights=restore_weights,
         )
         self._placement = placement_of(stage)
@@ -108,6 +114,7 @@ class ZeroStrategy(DDPStrategy):
             start_method=start_method,
         )
         self.strategy_name = f"zero{stage}"
+        self._eval_weights = eval_weights
         self._restore_weights = restore_weights
         self._engine: ZeroEngine | None = None
         self._engine_settings = dict(
@@ -124,13 +131,18 @@ class ZeroStrategy(DDPStrategy):
 
     @staticmethod
     def _check_arguments(
-        bucket_mb: float, stall_timeout: float, optimizer_sharding: str, restore_weights: str
+        bucket_mb: float,
+        stall_timeout: float,
+        optimizer_sharding: str,
+        eval_weights: str,
+        restore_weights: str,
     ) -> None:
         for name, number in dict(bucket_mb=bucket_mb, stall_timeout=stall_timeout).items():
             if not number > 0:
                 raise ValueError(f"{name}={number!r} must be a positive number.")
         for name, word, words in (
             ("optimizer_sharding", optimizer_sharding, ("auto", "elementwise")),
+            ("eval_weights", eval_weights, ("sharded", "gathered")),
             ("restore_weights", restore_weights, ("auto", "always", "never")),
         ):
             if word not in words:
@@ -268,7 +280,7 @@ class ZeroStrategy(DDPStrategy):
         if self._restore_weights != "auto":
             return self._restore_weights == "always"
         engine = self.engine
-        if self._placement.parameters is Placement.REPLICATED and self.root_device.type == "cpu":
+        if self._placement.parameters is REPLICATED and self.root_device.type == "cpu":
             return True  # they are there already
         needed = engine.full_nbytes() * self.num_processes
         return engine.agree(needed <= available_memory() / 2)
@@ -301,6 +313,43 @@ class ZeroStrategy(DDPStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.engine.forward():
             return super().predict_step(*args, **kwargs)
+
+    @override
+    def on_validation_start(self) -> None:
+        self._hold_for_evaluation()
+
+    @override
+    def on_validation_end(self) -> None:
+        self.engine.let_go()
+
+    @override
+    def on_test_start(self) -> None:
+        self._hold_for_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        self.engine.let_go()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._hold_for_evaluation()
+
+    @override
+    def on_predict_end(self) -> None:
+        self.engine.let_go()
+
+    def _hold_for_evaluation(self) -> None:
+        if self._eval_weights == "sharded" or self.engine.placement.parameters is REPLICATED:
+            return
+        ranks = self.num_processes if self.root_device.type == "cpu" else 1
+        needed = self.engine.full_nbytes() * ranks
+        if self.engine.agree(needed <= device_memory(self.root_device) / 2):
+            self.engine.hold()
+        else:
+            rank_zero_warn(
+                "eval_weights='gathered': the full weights do not fit in half of the free memory, "
+                "so they stay sharded."
+            )
 
     @override
     def backward(

@@ -58,6 +58,8 @@ class Collectives(ABC):
         world_size: Number of ranks, N.
         device: The device whose tensors travel.
         traffic: Counts what was sent.
+        trail: A number that tells by which gathers a rank got here; ranks that took the same way
+            through the model have the same.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -65,6 +67,7 @@ class Collectives(ABC):
         self.world_size = world_size
         self.device = device
         self.traffic = Traffic()
+        self.trail = 0
 
     def gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
         """Fill ``flat`` with the shards of all ranks.
@@ -76,6 +79,7 @@ class Collectives(ABC):
             tag: A number per unit; ranks that gather different units never take one for another's.
         """
         self.traffic.gather += (self.world_size - 1) * shard.numel()
+        self.trail = (self.trail * 1_000_003 + tag + 1) % 2**31
         return self._gather(flat, shard, label, tag)
 
     def reduce(

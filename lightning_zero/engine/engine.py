@@ -253,6 +253,14 @@ class ZeroEngine:
             f"{held / 1e6:.1f} MB of parameters per rank, largest unit {largest / 1e6:.1f} MB"
         )
 
+    def hold(self) -> None:
+        """Keep the parameters whole until ``let_go``, so that forward passes do not communicate."""
+        self.schedule.hold()
+
+    def let_go(self) -> None:
+        """Shard the parameters again."""
+        self.schedule.let_go()
+
     def agree(self, yes: bool) -> bool:
         """Say whether all ranks say yes."""
         no = torch.tensor([not yes], dtype=torch.uint8, device=self.collectives.device)

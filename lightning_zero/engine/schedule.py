@@ -60,6 +60,7 @@ class Schedule:
         self._plans: dict[bool, list[Unit]] = {}
         self._plan: list[Unit] = []
         self._prefetch_due = False
+        self._held = False
         self.blocked = False
         self.rounds = 0
         self.after_round: Callable[[], None] = lambda: None
@@ -161,8 +162,22 @@ class Schedule:
             if unit is not self._recent and unit not in self._pinned and unit not in self._active:
                 self._release(unit)
 
+    def hold(self) -> None:
+        """Gather everything and release nothing until ``let_go``."""
+        for unit in self._units:
+            unit.use()
+        self._held = True
+
+    def let_go(self) -> None:
+        """Release again what is not in use."""
+        self._held = False
+        self.rest()
+
     def _release(self, unit: Unit) -> None:
         if not unit.shards_parameters or unit.state is UnitState.RESTING:
+            return
+        if self._held:
+            unit.keep_writes()
             return
         unit.release()
         if unit in self._gathered:
