@@ -351,7 +351,6 @@ def check_module(module: nn.Module, device: torch.device) -> None:
 
     Raises:
         ValueError: If a parameter has no values yet or lies on another device.
-        NotImplementedError: If a layer makes sparse gradients.
     """
     for name, param in module.named_parameters():
         if is_lazy(param):
@@ -376,9 +375,3 @@ def check_module(module: nn.Module, device: torch.device) -> None:
             )
         if param.layout is not torch.strided:
             raise ValueError(f"{name} has the layout {param.layout}: only dense ones are sharded.")
-    for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
-            raise NotImplementedError(
-                f"{name} makes sparse gradients (sparse=True), which cannot be sharded: build it "
-                "with sparse=False."
-            )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Sequence
 from enum import Enum
 
@@ -285,10 +287,8 @@ class Unit:
         if grad is None:  # a hook of the user's took it away
             return
         if grad.layout is not torch.strided:
-            raise NotImplementedError(
-                f"{slot.name} has a sparse gradient ({grad.layout}): sparse gradients cannot be "
-                "sharded. Build its layer with sparse=False."
-            )
+            _warn_of_sparse(slot.name)
+            grad = grad.to_dense()
         place = slot.in_flat(self._gradient_buffer())
         if not slot.local:
             place.copy_(grad)
@@ -402,3 +402,12 @@ def _is_dense(param: Tensor) -> bool:
                 return False
             expected *= size
     return param.numel() > 0
+
+
+@functools.cache
+def _warn_of_sparse(name: str) -> None:
+    warnings.warn(
+        f"{name} has a sparse gradient, which is made dense before it is reduced; building it "
+        "with sparse=False gives the same and saves the conversion.",
+        stacklevel=2,
+    )
