@@ -117,6 +117,7 @@ class ZeroStrategy(DDPStrategy):
         self._eval_weights = eval_weights
         self._restore_weights = restore_weights
         self._engine: ZeroEngine | None = None
+        self._trained: ZeroEngine | None = None  # the one that knows the optimizers
         self._engine_settings = dict(
             stage=stage,
             auto_wrap_policy=auto_wrap_policy,
@@ -197,7 +198,7 @@ class ZeroStrategy(DDPStrategy):
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
-        if self._engine is not None:
+        if self._engine is not None and self._engine is self._trained:
             for optimizer in optimizers:
                 self._engine.attach(optimizer)
         self._optimizers = optimizers
@@ -217,7 +218,7 @@ class ZeroStrategy(DDPStrategy):
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.precision_plugin.convert_module(self.model)
-        self._start_engine()
+        self._start_engine(fitting)
         self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)
@@ -225,16 +226,25 @@ class ZeroStrategy(DDPStrategy):
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
 
-    def _start_engine(self) -> None:
+    def _start_engine(self, fitting: bool) -> None:
         assert self.model is not None
-        if self._engine is not None:
-            if self._engine.module is self.model and self._engine.live:
-                return  # it stayed sharded after the last run
+        engine = self._engine
+        if engine is None or engine.module is not self.model or not engine.live:
+            self._close_engines(fitting)
+            engine = ZeroEngine(self.model, device=self.root_device, **self._engine_settings)
+            rank_zero_info(engine.summary())
+        self._engine = self.precision_plugin.engine = engine
+        if fitting:
+            self._trained = engine
+
+    def _close_engines(self, fitting: bool) -> None:
+        """Close what nobody needs: a checkpoint may ask for optimizer state until a new fit."""
+        if self._engine is not None and self._engine is not self._trained:
             self._engine.close()
-            self._engine = None
-        self._engine = ZeroEngine(self.model, device=self.root_device, **self._engine_settings)
-        self.precision_plugin.engine = self._engine
-        rank_zero_info(self._engine.summary())
+        if fitting and self._trained is not None:
+            self._trained.close()
+            self._trained = None
+        self._engine = None
 
     @override
     def model_to_device(self) -> None:
@@ -377,13 +387,16 @@ class ZeroStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        return optimizer_state(self.engine, self.engine.sharded(optimizer))
+        sharded = None if self._trained is None else self._trained.sharded(optimizer)
+        if self._trained is None or sharded is None:
+            return super().optimizer_state(optimizer)
+        return optimizer_state(self._trained, sharded)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=False):
-            self.engine.sharded(optimizer).load_state_dict(state)
+            self.engine.attach(optimizer).load_state_dict(state)
             _optimizer_to_device(optimizer, self.root_device)
 
     # Names

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,9 +59,12 @@ class Collectives(ABC):
         world_size: Number of ranks, N.
         device: The device whose tensors travel.
         traffic: Counts what was sent.
+        fills_late: Whether the result of a gather needs its storage in ``wait`` only.
         trail: A number that tells by which gathers a rank got here; ranks that took the same way
             through the model have the same.
     """
+
+    fills_late = False
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank = rank
@@ -183,8 +187,14 @@ class _GroupCollectives(Collectives):
         # Two groups, so that gathers and reductions overlap each other under NCCL. Their own limit
         # comes after ours, which knows more to say.
         limit = as_timedelta(stall_timeout + 30)
-        self.gather_group = dist.new_group(ranks, backend=backend, timeout=limit)
-        self.reduce_group = dist.new_group(ranks, backend=backend, timeout=limit)
+        settings: dict[str, Any] = dict(
+            ranks=ranks,
+            backend=backend,
+            timeout=limit,
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+        )
+        self.gather_group = dist.new_group(**settings)
+        self.reduce_group = dist.new_group(**settings)
         store = PrefixStore(f"lightning_zero/{self.gather_group.group_name}", _store_of(group))
         self.monitor = StallMonitor(store, self.rank, self.world_size, stall_timeout)
 
@@ -283,10 +293,7 @@ class GlooCollectives(_GroupCollectives):
             except RuntimeError as reason:
                 if "imed out" in str(reason):
                     raise self.monitor.error(label) from reason
-                raise RuntimeError(
-                    f"Another rank went away while this one waited for {label}; "
-                    f"its own output has the cause. ({reason})"
-                ) from reason
+                raise _gone(label, reason) from reason
         self.monitor.waits(None)
 
     def scatter(self, flat: Tensor | None, out: Tensor, label: str) -> None:
@@ -331,15 +338,28 @@ class GlooCollectives(_GroupCollectives):
 
     @staticmethod
     def _send(tensor: Tensor, to: int, group: ProcessGroup, tag: int) -> dist.Work:
-        work = dist.isend(_bytes(tensor), group=group, group_dst=to, tag=tag)
+        try:
+            work = dist.isend(_bytes(tensor), group=group, group_dst=to, tag=tag)
+        except RuntimeError as reason:
+            raise _gone(f"rank {to} to take something", reason) from reason
         assert work is not None
         return work
 
     @staticmethod
     def _receive(tensor: Tensor, source: int, group: ProcessGroup, tag: int) -> dist.Work:
-        work = dist.irecv(_bytes(tensor), group=group, group_src=source, tag=tag)
+        try:
+            work = dist.irecv(_bytes(tensor), group=group, group_src=source, tag=tag)
+        except RuntimeError as reason:
+            raise _gone(f"something of rank {source}", reason) from reason
         assert work is not None
         return work
+
+
+def _gone(label: str, reason: RuntimeError) -> RuntimeError:
+    return RuntimeError(
+        f"Another rank went away while this one waited for {label}; its own output has the cause. "
+        f"({reason})"
+    )
 
 
 class _CudaPending(Pending):

@@ -161,6 +161,8 @@ class DirectCollectives(GlooCollectives):
         peers: What ``find_peers`` has found.
     """
 
+    fills_late = True
+
     def __init__(
         self, group: ProcessGroup, device: torch.device, stall_timeout: float, peers: Peers
     ) -> None:
@@ -193,29 +195,28 @@ class DirectCollectives(GlooCollectives):
     def _gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
         ticket = self._ticket(tag, label)
         chunks = flat.view(self.world_size, -1)
-        own = chunks[self.rank]
-        if own.data_ptr() == shard.data_ptr():
+        if flat.untyped_storage()._cdata == shard.untyped_storage()._cdata:
             return self._gather_in_place(chunks, label, ticket)
-        own.copy_(shard)
         self._readers.setdefault(shard.data_ptr(), []).append(ticket)
         for rank in self._others:
-            self._tell(rank, _SHARD, ticket, label, shard.data_ptr())
+            self._mailbox.send(rank, _SHARD, ticket, shard.data_ptr())
 
         def finish() -> None:
+            chunks[self.rank].copy_(shard)
             for rank in self._others:
                 address = self._ask(rank, _SHARD, ticket, label)
                 self._copy(self._memory.read, rank, address, chunks[rank], label)
-                self._tell(rank, _RECEIPT, ticket, label)
+                self._mailbox.send(rank, _RECEIPT, ticket)
 
         return _DirectPending(finish)
 
     def _gather_in_place(self, chunks: Tensor, label: str, ticket: int) -> Pending:
         for rank in self._others:
-            self._tell(rank, _PLACE, ticket, label, chunks[rank].data_ptr())
+            self._mailbox.send(rank, _PLACE, ticket, chunks[rank].data_ptr())
         for rank in self._others:
             address = self._ask(rank, _PLACE, ticket, label)
             self._copy(self._memory.write, rank, address, chunks[self.rank], label)
-            self._tell(rank, _WRITTEN, ticket, label)
+            self._mailbox.send(rank, _WRITTEN, ticket)
 
         def finish() -> None:
             for rank in self._others:
@@ -235,7 +236,7 @@ class DirectCollectives(GlooCollectives):
         for rank in self._others:
             address = self._ask(rank, _LOAN, 0, label)
             self._copy(self._memory.write, rank, address, chunks[rank], label)
-            self._tell(rank, _GRADIENT, ticket, label)
+            self._mailbox.send(rank, _GRADIENT, ticket)
             terms[rank] = self._lent[rank][:nbytes].view(flat.dtype)
 
         def finish() -> None:
@@ -254,13 +255,7 @@ class DirectCollectives(GlooCollectives):
         return self._issued[tag] << 24 | tag
 
     def _lend(self, rank: int) -> None:
-        self._tell(rank, _LOAN, 0, "gradients", self._lent[rank].data_ptr())
-
-    def _tell(self, rank: int, kind: bytes, tag: int, label: str, value: int = 0) -> None:
-        try:
-            self._mailbox.send(rank, kind, tag, value)
-        except ConnectionError as reason:
-            raise self._gone(rank, label) from reason
+        self._mailbox.send(rank, _LOAN, 0, self._lent[rank].data_ptr())
 
     def _ask(self, rank: int, kind: bytes, tag: int, label: str) -> int:
         self.monitor.waits(label)

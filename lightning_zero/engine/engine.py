@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import replace
@@ -104,7 +103,8 @@ class ZeroEngine:
         self._by_param = {id(slot.param): slot for slot in self.slots}
         # The left-over parameters are used between the other units, so they stay.
         pinned = [u for u, plan in zip(self.units, plans, strict=True) if plan.module is module]
-        self.schedule = Schedule(self.units, pinned, prefetch, 2 if device.type == "cuda" else 1)
+        in_flight = 2 if device.type == "cuda" else 1
+        self.schedule = Schedule(self.units, pinned, prefetch, in_flight, self._first_ranks)
         self.flags = GradientFlags(self.slots, self.collectives)
         _move_buffers(module, device)
         self._buffers = BufferSync(module, self.collectives, broadcast_buffers)
@@ -112,6 +112,7 @@ class ZeroEngine:
         self._defers = placement.gradients is Placement.REPLICATED or not reduce_every_backward
         self._optimizers: dict[int, ShardedOptimizer] = {}
         self.live = True
+        self._abandoned = False
         self._unwatched = self.slots  # frozen parameters, which cannot have gradient hooks
         self._grad_hooks: list[Any] = []
         self._module_hooks: list[Any] = []
@@ -185,7 +186,7 @@ class ZeroEngine:
             if plan.module is not None and plan.module is not self.module:
                 by_module.setdefault(plan.module, []).append(unit)
         for module, units in by_module.items():
-            enter, leave = _module_hooks(self.schedule, module, units)
+            enter, leave = _module_hooks(self.schedule, units)
             self._module_hooks += [
                 module.register_forward_pre_hook(enter, prepend=True),
                 module.register_forward_hook(leave, always_call=True),
@@ -207,9 +208,9 @@ class ZeroEngine:
             )
         return self._optimizers[id(optimizer)]
 
-    def sharded(self, optimizer: optim.Optimizer) -> ShardedOptimizer:
-        """Return what ``attach`` made of an optimizer; it outlives ``restore``, for saving."""
-        return self._optimizers[id(optimizer)]
+    def sharded(self, optimizer: optim.Optimizer) -> ShardedOptimizer | None:
+        """Return what ``attach`` made of an optimizer, if it did; it outlives ``restore``."""
+        return self._optimizers.get(id(optimizer))
 
     def grad_norm(self, params: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
         """Compute the norm of the averaged gradients of ``params`` over all ranks."""
@@ -240,11 +241,11 @@ class ZeroEngine:
 
     def full_nbytes(self) -> int:
         """Count the bytes of the full parameters, without padding."""
-        return sum(slot.view.numel() * slot.view.element_size() for slot in self.slots)
+        return sum(slot.numel * slot.unit.dtype.itemsize for slot in self.slots)
 
     def summary(self) -> str:
         """Say in one line what was sharded."""
-        numel = sum(slot.view.numel() for slot in self.slots)
+        numel = sum(slot.numel for slot in self.slots)
         largest = max((unit.flat_nbytes for unit in self.units), default=0)
         held = sum(unit.resting_nbytes for unit in self.units)
         return (
@@ -252,6 +253,12 @@ class ZeroEngine:
             f"{numel / 1e6:.1f}M parameters in {len(self.units)} units, "
             f"{held / 1e6:.1f} MB of parameters per rank, largest unit {largest / 1e6:.1f} MB"
         )
+
+    def _first_ranks(self, numbers: list[int]) -> list[int]:
+        told = torch.tensor(numbers, dtype=torch.int64, device=self.collectives.device)
+        self.collectives.broadcast(told, "broadcast of the order of reductions")
+        result: list[int] = told.tolist()
+        return result
 
     def hold(self) -> None:
         """Keep the parameters whole until ``let_go``, so that forward passes do not communicate."""
@@ -280,11 +287,18 @@ class ZeroEngine:
         Replicated weights stay as they are; reading sharded ones becomes an error.
         """
         self._let_go()
+        self._abandoned = True
         for unit in self.units:
             unit.abandon()
 
     def close(self) -> None:
-        """Give up the process groups. Nothing can be gathered or saved any more."""
+        """Give up the process groups. Nothing can be gathered or saved any more.
+
+        Waits until the other ranks have read what they still read of this one's memory.
+        """
+        if not self._abandoned:
+            for unit in self.units:
+                self.collectives.await_readers(unit.shard)
         self.collectives.close()
 
     def _let_go(self) -> None:
@@ -324,21 +338,23 @@ def _report_to(schedule: Schedule, slot: ParameterSlot) -> Callable[[Tensor], No
     return report
 
 
-def _module_hooks(
-    schedule: Schedule, module: nn.Module, units: list[Unit]
-) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Make hooks that a copy of the module, which takes them along, does not obey."""
-    watched = weakref.ref(module)
+class ModuleHook:
+    """A hook of which a copy, made with a copy or a pickle of its module, does nothing."""
 
-    def enter(module: nn.Module, args: Any) -> None:
-        if module is watched():
-            schedule.enter(units)
+    def __init__(self, call: Callable[[], None] | None = None) -> None:
+        self._call = call
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if module is watched():
-            schedule.leave(units)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *_: Any) -> None:
+        if self._call is not None:
+            self._call()
 
-    return enter, leave
+    def __reduce__(self) -> Any:
+        return ModuleHook, ()
+
+
+def _module_hooks(schedule: Schedule, units: list[Unit]) -> tuple[ModuleHook, ModuleHook]:
+    return ModuleHook(lambda: schedule.enter(units)), ModuleHook(lambda: schedule.leave(units))
 
 
 def _device_of(module: nn.Module) -> torch.device:

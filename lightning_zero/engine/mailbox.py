@@ -32,6 +32,7 @@ class Mailbox:
         self.address: bytes = self._listener.getsockname()
         self._sockets: dict[int, socket.socket] = {}
         self._arrived: dict[tuple[int, bytes, int], deque[int]] = {}
+        self._gone: set[int] = set()
 
     def connect(self, addresses: list[bytes], timeout: float) -> None:
         """Connect to every other rank.
@@ -62,14 +63,15 @@ class Mailbox:
     def send(self, rank: int, kind: bytes, tag: int, value: int = 0) -> None:
         """Send a word. If the line is full, takes in what has arrived, so that nobody waits on it.
 
-        Raises:
-            ConnectionError: If that rank has gone away.
+        A rank that has gone away needs no words; asking it for some is what fails.
         """
         line = self._sockets[rank]
         packet = _PACKET.pack(kind, tag, value)
         while True:
             try:
                 line.send(packet)
+                return
+            except ConnectionError:
                 return
             except BlockingIOError:
                 self._take_in(rank)
@@ -80,12 +82,14 @@ class Mailbox:
 
         Raises:
             TimeoutError: If it has not come after ``timeout`` seconds.
-            ConnectionError: If that rank has gone away.
+            ConnectionError: If that rank has gone away without sending it.
         """
         key = (rank, kind, tag)
         deadline = None
         while not self._arrived.get(key):
             if not self._take_in(rank):
+                if rank in self._gone:
+                    raise ConnectionError(f"rank {rank} hung up")
                 deadline = deadline or time.monotonic() + timeout
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -111,8 +115,11 @@ class Mailbox:
                 packet = line.recv(_PACKET.size)
             except BlockingIOError:
                 return found
+            except ConnectionError:
+                packet = b""
             if not packet:
-                raise ConnectionError(f"rank {rank} hung up")
+                self._gone.add(rank)
+                return found
             kind, tag, value = _PACKET.unpack(packet)
             self._arrived.setdefault((rank, kind, tag), deque()).append(value)
             found = True

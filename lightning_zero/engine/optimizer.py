@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,8 +27,10 @@ _ELEMENTWISE = tuple(
     for name in "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
 )
 _CLOSURE = (optim.LBFGS,)
-_SCALARS = frozenset({"step", "eta", "mu"})
+_SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 """State of torch's elementwise optimizers that is one number per parameter, whatever its shape."""
+
+State = dict[str, Any]
 
 
 def check_optimizer(optimizer: optim.Optimizer, sharding: OptimizerSharding) -> None:
@@ -163,10 +165,11 @@ class ShardedOptimizer:
 
     def _shard_state(self) -> None:
         """Cut state that was made before, of full shape, as Adagrad's is."""
-        for slot in self.slots():
-            state = self.optimizer.state.get(slot.param)
-            if state:
-                self.optimizer.state[slot.param] = self._cut(state, slot)
+        states = self.optimizer.state
+        pairs = [(states[slot.param], slot) for slot in self.slots() if states.get(slot.param)]
+        shaped = _shaped_keys(pairs)
+        for state, slot in pairs:
+            states[slot.param] = _cut(state, slot, shaped)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of full shapes, as DDP saves it; keep this rank's part.
@@ -183,20 +186,10 @@ class ShardedOptimizer:
                 "groups as they were when it was saved."
             )
         by_number = dict(zip(numbers, slots, strict=True))
-        state = {
-            number: self._cut(values, by_number[number]) if number in by_number else values
-            for number, values in state_dict["state"].items()
-        }
-        self.optimizer.load_state_dict({**state_dict, "state": state})
-
-    @staticmethod
-    def _cut(state: Mapping[str, Any], slot: ParameterSlot) -> dict[str, Any]:
-        return {
-            key: slot.cut(value).clone()
-            if isinstance(value, Tensor) and value.shape == slot.shape and key not in _SCALARS
-            else value
-            for key, value in state.items()
-        }
+        states = state_dict["state"]
+        shaped = _shaped_keys([(states[number], by_number[number]) for number in states])
+        cut = {number: _cut(state, by_number[number], shaped) for number, state in states.items()}
+        self.optimizer.load_state_dict({**state_dict, "state": cut})
 
     @staticmethod
     def is_sharded(key: str, value: Any, slot: ParameterSlot) -> bool:
@@ -204,6 +197,27 @@ class ShardedOptimizer:
         return (
             isinstance(value, Tensor) and value.shape == (slot.slice.numel,) and key not in _SCALARS
         )
+
+
+def _shaped_keys(pairs: Sequence[tuple[Mapping[str, Any], ParameterSlot]]) -> set[str]:
+    """List the state that has its parameter's shape, judged by all parameters that are no scalars.
+
+    For a scalar parameter a number and a tensor of its shape look the same.
+    """
+    shaped, other = set(), set(_SCALARS)
+    for state, slot in pairs:
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == slot.shape:
+                shaped.add(key)
+            else:
+                other.add(key)
+    return shaped - other
+
+
+def _cut(state: Mapping[str, Any], slot: ParameterSlot, shaped: set[str]) -> State:
+    return {
+        key: slot.cut(value).clone() if key in shaped else value for key, value in state.items()
+    }
 
 
 def _run_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

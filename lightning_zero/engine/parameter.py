@@ -143,15 +143,14 @@ def _awaken(func: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None) 
     if func in METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    found = False
-    for leaf in _leaves((args, kwargs)):
-        if isinstance(leaf, RestingParameter):
-            leaf.zero_slot.unit.use()
-            found = True
-        elif isinstance(leaf, RestingGrad):
-            leaf.zero_slot.fill_grad(leaf)
-            found = True
-    if not found:
+    leaves = list(_leaves((args, kwargs)))
+    units = dict.fromkeys(p.zero_slot.unit for p in leaves if isinstance(p, RestingParameter))
+    grads = [leaf for leaf in leaves if isinstance(leaf, RestingGrad)]
+    for unit in units:
+        unit.use(*units)  # gathering one must not release another
+    for grad in grads:
+        grad.zero_slot.fill_grad(grad)
+    if not units and not grads:
         raise RuntimeError(
             f"A sharded parameter reached {getattr(func, '__name__', func)} inside an object that "
             "cannot be searched. Pass the parameter itself, or a list, tuple or dict of them."

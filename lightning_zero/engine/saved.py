@@ -43,7 +43,11 @@ class SavedParameters:
     """
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule) -> None:
-        self._units = {unit.flat.untyped_storage()._cdata: unit for unit in units}
+        self._units: dict[int, Unit] = {}
+        for unit in units:
+            unit.renewed = self._learn_storages
+        self._all = units
+        self._learn_storages()
         self._slots = {
             (id(unit), slot.offset): slot
             for unit in units
@@ -52,6 +56,9 @@ class SavedParameters:
         }
         self._schedule = schedule
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+
+    def _learn_storages(self) -> None:
+        self._units = {unit.flat.untyped_storage()._cdata: unit for unit in self._all}
 
     def enter(self) -> None:
         """Watch what autograd saves on this thread from now on."""
@@ -66,9 +73,10 @@ class SavedParameters:
             unit = self._units.get(tensor.untyped_storage()._cdata)
             version = tensor._version
         except (NotImplementedError, RuntimeError):  # no storage (sparse) or no version (inference)
-            return tensor
+            return tensor.detach()
         if unit is None or tensor.dtype != unit.dtype or tensor.is_conj() or tensor.is_neg():
-            return _SavedTensor(tensor, version)
+            # Detached, for a function's saved result would keep the function, and that the result.
+            return _SavedTensor(tensor.detach(), version)
         offset = int(tensor.storage_offset())
         slot = self._slots.get((id(unit), offset))
         if slot is not None and slot.param._version != version:

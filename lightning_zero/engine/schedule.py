@@ -25,6 +25,7 @@ class Schedule:
         pinned: Units that stay gathered from first use until their backward is done.
         prefetch: Whether to gather the next unit of the recorded order early.
         reductions_in_flight: How many reductions may hold their buffers at a time.
+        agree_on: Returns rank 0's list on every rank.
 
     Attributes:
         blocked: Whether backward passes keep their gradients instead of reducing them.
@@ -38,15 +39,19 @@ class Schedule:
         pinned: Sequence[Unit],
         prefetch: bool,
         reductions_in_flight: int,
+        agree_on: Callable[[list[int]], list[int]],
     ) -> None:
         self._units = list(units)
         self._pinned = set(pinned)
         self._prefetch = prefetch
         self._limit = reductions_in_flight
-        # The one order of reductions, the same on all ranks whatever order gradients arrive in:
+        # The order of reductions is one, whatever order gradients arrive in. Until rank 0 has seen one:
         # the last units first, and the pinned ones, whose last gradient comes late, at the end.
         late = [unit for unit in units if unit in self._pinned]
         self._reduce_order = [u for u in reversed(self._units) if u not in self._pinned] + late
+        self._completed: list[Unit] = []
+        self._learned = False
+        self._agree_on = agree_on
         self._cursor = 0
         self._reducing: deque[Unit] = deque()
         self._reported = False
@@ -108,15 +113,20 @@ class Schedule:
             else:
                 self._release(unit)
 
-    def use(self, unit: Unit) -> None:
-        """Make the working values of ``unit`` present, now."""
+    def use(self, unit: Unit, *others: Unit) -> None:
+        """Make the working values of ``unit`` present, now.
+
+        Args:
+            unit: The unit.
+            others: Units whose values must not be released for it.
+        """
         if unit.state is UnitState.WORKING:
             return
         if not unit.shards_parameters:
             unit.gather()
             return
         self._advance(unit)
-        self._make_room()
+        self._make_room(others)
         unit.gather()
         self._gathered.append(unit)
         self._recent = unit
@@ -155,11 +165,12 @@ class Schedule:
         if self._prefetch and position < len(self._plan):
             self._plan[position].start_gather()
 
-    def _make_room(self) -> None:
+    def _make_room(self, others: Collection[Unit]) -> None:
         """Release what code that no hook sees has left gathered, but for the latest of it."""
         self._free_lingering()
         for unit in list(self._gathered):
-            if unit is not self._recent and unit not in self._pinned and unit not in self._active:
+            keeps = unit is self._recent or unit in self._pinned or unit in self._active
+            if not keeps and unit not in others:
                 self._release(unit)
 
     def hold(self) -> None:
@@ -220,6 +231,7 @@ class Schedule:
         slot.reported = self._reported = True
         unit.missing -= 1
         if unit.missing == 0:
+            self._completed.append(unit)
             if unit not in self._active:
                 self._release(unit)
             self._reduce_ready()
@@ -260,6 +272,7 @@ class Schedule:
         self.reduce_left()  # a parameter may report again after its unit was reduced
         self._cursor = 0
         self._reported = False
+        self._learn_order()
         for unit in self._units:
             unit.missing = 0
             for slot in unit.slots:
@@ -267,6 +280,19 @@ class Schedule:
         if not self.blocked:
             self.rounds += 1
             self.after_round()
+
+    def _learn_order(self) -> None:
+        """After the first backward pass, take over the order in which rank 0's units were complete.
+
+        The order of registration is a guess; where it is wrong, gradients wait in their buffers.
+        """
+        order = dict.fromkeys([*self._completed, *self._reduce_order])
+        self._completed.clear()
+        if not self._learned and not self.blocked:
+            self._learned = True
+            indices = self._agree_on([unit.index for unit in order])
+            by_index = {unit.index: unit for unit in self._units}
+            self._reduce_order = [by_index[index] for index in indices]
 
     def reduce_left(self) -> None:
         """Reduce every unit that holds gradients which no reduction has taken."""

@@ -61,6 +61,11 @@ class ParameterSlot:
     grad_face: Tensor | None = field(default=None, repr=False)
     spare_face: RestingGrad | None = field(default=None, repr=False)
 
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
     def in_flat(self, flat: Tensor) -> Tensor:
         """View this parameter's place in a buffer of the unit's layout, in full shape."""
         return flat.as_strided(self.shape, self.stride, self.offset)
@@ -75,7 +80,7 @@ class ParameterSlot:
             full = torch.empty_strided(
                 self.shape, self.stride, dtype=full.dtype, device=full.device
             ).copy_(full)
-        return full.as_strided((math.prod(self.shape),), (1,))[self.slice.start : self.slice.stop]
+        return full.as_strided((self.numel,), (1,))[self.slice.start : self.slice.stop]
 
     def read_grad(self) -> Tensor | None:
         """Hand out the averaged gradient, or None; its values are gathered when they are used."""
@@ -112,6 +117,10 @@ class ParameterSlot:
         self.unit.settle()
         set_local_grad(self.param, None)
         self.local = False
+        if grad is not None:
+            for face in (grad, self.grad_face):  # as when two parameters swap their gradients
+                if type(face) is RestingGrad:
+                    face.zero_slot.fill_grad(face)
         self.reduced = self.has_grad = grad is not None
         self.drop_face()
         self.grad_face = grad

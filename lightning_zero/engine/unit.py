@@ -23,6 +23,8 @@ from lightning_zero.engine.parameter import (
 from lightning_zero.engine.placement import Placement, StagePlacement
 from lightning_zero.engine.slot import ParameterSlot
 
+_GRADIENTS = 1 << 16  # added to a unit's tag when its gradients are gathered
+
 
 class UnitState(Enum):
     """What the working values of a unit are, and what memory they hold."""
@@ -81,7 +83,8 @@ class Unit:
         self.trainable = False
         self.grad_flat = None
         self.grad_shard = None
-        self.use: Callable[[], None] = self.gather
+        self.use: Callable[..., None] = self.gather
+        self.renewed: Callable[[], None] = lambda: None
         self.settle: Callable[[], None] = lambda: None
         self._collectives = collectives
         self._gathering: Pending | None = None
@@ -90,8 +93,7 @@ class Unit:
         self._accumulates = False
         self._label = f"unit {name!r} (first parameter {params[0][0]!r})"
         self._take_over(params)
-        self._storage = self.flat.untyped_storage()
-        self._own_aliases = torch._C._storage_Use_Count(self._storage._cdata)
+        self._know_storage()
         if self.shards_parameters:
             self.rest()
             self.free()
@@ -151,7 +153,7 @@ class Unit:
             return
         self.rest()
 
-        def refuse() -> None:
+        def refuse(*_: Unit) -> None:
             raise RuntimeError(
                 f"The values of {self._label} are spread over the ranks, and the run that could "
                 "gather them ended with an error. Load them from a checkpoint."
@@ -168,10 +170,11 @@ class Unit:
             set_data(slot.param, full.copy_(slot.view))
             del slot.param.zero_slot  # type: ignore[attr-defined]
             slot.grad_face = slot.spare_face = None
-        self.grad_flat = self.grad_shard = None
+            slot.view = slot.view.new_empty(0)
         self.state = UnitState.RESTING
-        self._own_aliases -= len(self.slots)  # the parameters are views of it no more
-        self._free_storage()
+        self.grad_flat = self.grad_shard = None
+        self.flat = self.flat.new_empty(0)  # the storage goes with the last tensor that shares it
+        self._know_storage()
 
     def collect_master(self) -> Tensor | None:
         """Return the whole master, flat, on rank 0 and None on the others."""
@@ -211,8 +214,8 @@ class Unit:
         """Ask for the working values; ``gather`` waits for them."""
         if self.state is not UnitState.RESTING:
             return
-        if self._storage.nbytes() == 0:
-            self._storage.resize_(self.flat_nbytes)
+        if not self._collectives.fills_late:
+            self._make_storage()
         self._gathering = self._collectives.gather(
             self.flat.data, self.shard.data, f"gather of {self._label}", self.index
         )
@@ -223,6 +226,7 @@ class Unit:
         if self.state is UnitState.WORKING:
             return
         self.start_gather()
+        self._make_storage()
         assert self._gathering is not None
         self._gathering.wait()
         self._gathering = None
@@ -231,6 +235,10 @@ class Unit:
         for slot in self.slots:
             slot.param.__class__ = ZeroParameter
             slot.version = slot.param._version
+
+    def _make_storage(self) -> None:
+        if self._storage.nbytes() == 0:
+            self._storage.resize_(self.flat_nbytes)
 
     def release(self) -> None:
         """Declare the working values absent and free their storage if nobody else looks at it."""
@@ -260,13 +268,25 @@ class Unit:
         """
         if not self.shards_parameters or self.state is not UnitState.RESTING:
             return True
-        return self._free_storage()
-
-    def _free_storage(self) -> bool:
         if torch._C._storage_Use_Count(self._storage._cdata) > self._own_aliases:
             return False
+        if not self._storage.resizable():
+            self._renew()
         self._storage.resize_(0)
         return True
+
+    def _know_storage(self) -> None:
+        self._storage = self.flat.untyped_storage()
+        self._own_aliases = torch._C._storage_Use_Count(self._storage._cdata)
+
+    def _renew(self) -> None:
+        """Move to another storage, since numpy or shared memory has made this one unresizable."""
+        self.flat = torch.empty_like(self.flat)
+        for slot in self.slots:
+            slot.view = slot.in_flat(self.flat)
+            set_data(slot.param, slot.view)
+        self._know_storage()
+        self.renewed()
 
     def keep_writes(self) -> None:
         """Write what user code did to the working values back to the master."""
@@ -289,11 +309,12 @@ class Unit:
         if grad.layout is not torch.strided:
             _warn_of_sparse(slot.name)
             grad = grad.to_dense()
+        grad = grad.detach()  # with create_graph it has one of its own
         place = slot.in_flat(self._gradient_buffer())
-        if not slot.local:
-            place.copy_(grad)
-        elif grad.data_ptr() != place.data_ptr():
+        if slot.local and self.shards_gradients:
             place.add_(grad)
+        elif grad.data_ptr() != place.data_ptr():  # else autograd has added onto it in place
+            place.copy_(grad)
         slot.local = True
         # Replicated gradients stay visible, and autograd adds the next ones onto them in place.
         set_local_grad(slot.param, None if self.shards_gradients else place)
@@ -381,7 +402,8 @@ class Unit:
         assert self.grad_shard is not None
         flat = self.grad_shard.new_empty(self.layout.flat_numel)
         label = f"gradients of {self._label}"
-        self._collectives.gather(flat, self.grad_shard, label, self.index).wait()
+        tag = self.index + _GRADIENTS
+        self._collectives.gather(flat, self.grad_shard, label, tag).wait()
         self._collectives.await_readers(self.grad_shard)
         for slot in self.slots:
             face = slot.grad_face
