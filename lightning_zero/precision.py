@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -68,6 +69,13 @@ class ZeroPrecision(Precision):
     @override
     def teardown(self) -> None:
         self.inner.teardown()
+
+    @override
+    def backward(
+        self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        with nullcontext() if self.engine is None else self.engine.backward():
+            super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:

@@ -139,7 +139,7 @@ class ZeroStrategy(DDPStrategy):
         restore_weights: str,
     ) -> None:
         for name, number in dict(bucket_mb=bucket_mb, stall_timeout=stall_timeout).items():
-            if not number > 0:
+            if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
                 raise ValueError(f"{name}={number!r} must be a positive number.")
         for name, word, words in (
             ("optimizer_sharding", optimizer_sharding, ("auto", "elementwise")),
@@ -183,13 +183,15 @@ class ZeroStrategy(DDPStrategy):
     @property
     @override
     def precision_plugin(self) -> ZeroPrecision:
-        assert isinstance(self._precision_plugin, ZeroPrecision)
-        return self._precision_plugin
+        return self._zero_precision
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        wrapped = plugin if isinstance(plugin, ZeroPrecision) else ZeroPrecision(plugin)
-        self._precision_plugin = wrapped
+        self._zero_precision = (
+            plugin if isinstance(plugin, ZeroPrecision) else ZeroPrecision(plugin)
+        )
+        # Trainer takes a plugin that stands here for the user's, and then ignores `precision`.
+        self._precision_plugin = None if plugin is None else self._zero_precision
 
     @property
     @override
@@ -260,13 +262,11 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        stays = self._failed
         if self._engine is None or not self._engine.live:
-            super().teardown()
-            return
-        stays = False
-        if self._failed:  # the other ranks may be anywhere: no collectives
+            pass
+        elif self._failed:  # the other ranks may be anywhere: no collectives
             self._engine.abandon()
-            stays = self._placement.parameters is Placement.SHARDED
         elif self._restores():
             self._engine.restore()
         else:
@@ -279,7 +279,8 @@ class ZeroStrategy(DDPStrategy):
             )
         self.precision_plugin.engine = None
         if stays:
-            # Strategy.teardown moves the module to the CPU, which would gather all of it.
+            # Strategy.teardown moves the module to the CPU, which would gather all of it, or, after
+            # an error, fail in its own way.
             module, self._lightning_module = self._lightning_module, None
             super().teardown()
             self._lightning_module = module
@@ -360,13 +361,6 @@ class ZeroStrategy(DDPStrategy):
                 "eval_weights='gathered': the full weights do not fit in half of the free memory, "
                 "so they stay sharded."
             )
-
-    @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        with self.engine.backward():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @contextmanager
     @override

@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import io
 import os
@@ -488,6 +489,40 @@ class _Setup:
                 # Longer than the parent waits, so that a hanging rank gets its stack dumped.
                 timeout=timedelta(seconds=self.timeout + 60.0),
             )
+        elif self.rank != 0:
+            _wait_before_rendezvous(self.timeout)
+
+
+def _wait_before_rendezvous(timeout: float) -> None:
+    """Make `init_process_group` wait for rank 0's store instead of trying again and again.
+
+    A client of the store that comes too early pauses for up to 0.7 s before its next attempt (torch
+    2.13), and Lightning's rank 0, which does more, is late more often than not.
+    """
+    init = dist.init_process_group
+
+    @functools.wraps(init)
+    def init_when_rank_0_listens(*args: Any, **kwargs: Any) -> None:
+        method = args[1] if len(args) > 1 else kwargs.get("init_method")
+        if kwargs.get("store") is None and method in (None, "env://"):
+            limit = time.monotonic() + timeout
+            while not _listens(int(os.environ["MASTER_PORT"])) and time.monotonic() < limit:
+                time.sleep(0.002)
+        init(*args, **kwargs)
+
+    dist.init_process_group = init_when_rank_0_listens
+
+
+def _listens(port: int) -> bool:
+    """Say whether a process of this host listens on a TCP port; elsewhere than on Linux, yes."""
+    found = sys.platform != "linux"
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError), open(table) as lines:
+            next(lines)
+            for line in lines:
+                _, address, _, state, *_ = line.split()
+                found |= state == "0A" and address.endswith(f":{port:04X}")
+    return found
 
 
 def _live(link: socket.socket, setup: _Setup, body: Callable[[], Any]) -> NoReturn:

@@ -136,6 +136,9 @@ class Collectives(ABC):
     def await_readers(self, shard: Tensor) -> None:  # noqa: B027
         """Wait until no other rank reads ``shard``, which was given to ``gather``, any more."""
 
+    def hurry(self) -> None:  # noqa: B027
+        """Wait only briefly from now on, since the run has failed."""
+
     def close(self) -> None:  # noqa: B027
         """Give up the process groups."""
 
@@ -197,6 +200,9 @@ class _GroupCollectives(Collectives):
         self.reduce_group = dist.new_group(**settings)
         store = PrefixStore(f"lightning_zero/{self.gather_group.group_name}", _store_of(group))
         self.monitor = StallMonitor(store, self.rank, self.world_size, stall_timeout)
+
+    def hurry(self) -> None:
+        self.monitor.hurry()
 
     def close(self) -> None:
         self.monitor.stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -150,13 +150,9 @@ class ZeroEngine:
         finally:
             self.schedule.blocked = before
 
-    @contextmanager
-    def backward(self) -> Generator[None, None, None]:
-        """Surround a backward pass where a rank might find nothing to do while others do."""
-        before = self.schedule.rounds
-        yield
-        if self.schedule.rounds == before and not self.schedule.blocked:
-            self.schedule.complete_round()
+    def backward(self) -> AbstractContextManager[None]:
+        """Surround a backward pass, where a rank might find nothing to do while others do."""
+        return self.schedule.backward()
 
     def finish_gradients(self) -> None:
         """Wait until the average of all gradients is present, and known where it is missing."""
@@ -288,6 +284,7 @@ class ZeroEngine:
         """
         self._let_go()
         self._abandoned = True
+        self.collectives.hurry()
         for unit in self.units:
             unit.abandon()
 

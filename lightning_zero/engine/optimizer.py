@@ -45,7 +45,7 @@ def check_optimizer(optimizer: optim.Optimizer, sharding: OptimizerSharding) -> 
             f"{name} evaluates its closure several times and combines all parameters, which cannot "
             "be done on shards: use a first-order optimizer, or strategy='ddp'."
         )
-    if sharding == "elementwise":
+    if sharding == "elementwise" or not any(group["params"] for group in optimizer.param_groups):
         return
     # A subclass counts as long as it steps as its parent does.
     known = {inspect.unwrap(cls.step) for cls in _ELEMENTWISE}

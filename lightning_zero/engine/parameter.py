@@ -115,6 +115,9 @@ class ZeroParameter(nn.Parameter):
         with torch.no_grad():
             self.copy_(data)
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             copy = self.detach().clone(memory_format=torch.preserve_format)

@@ -7,7 +7,8 @@ Correctness does not rest on anything here firing in an expected order: whatever
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -45,8 +46,8 @@ class Schedule:
         self._pinned = set(pinned)
         self._prefetch = prefetch
         self._limit = reductions_in_flight
-        # The order of reductions is one, whatever order gradients arrive in. Until rank 0 has seen one:
-        # the last units first, and the pinned ones, whose last gradient comes late, at the end.
+        # The order of reductions is one, whatever order gradients arrive in. Until rank 0 has seen
+        # one, the last units are first, and the pinned, whose last gradient comes late, at the end.
         late = [unit for unit in units if unit in self._pinned]
         self._reduce_order = [u for u in reversed(self._units) if u not in self._pinned] + late
         self._completed: list[Unit] = []
@@ -56,6 +57,7 @@ class Schedule:
         self._reducing: deque[Unit] = deque()
         self._reported = False
         self._in_backward = False
+        self._surrounded = False
         self._active: list[Unit] = []  # entered and not left modules' units, innermost last
         self._gathered: list[Unit] = []  # the working ones
         self._recent: Unit | None = None
@@ -83,6 +85,10 @@ class Schedule:
         self._trace = []
         self._plan = self._plans.get(kind, [])
         self._plans[kind] = self._trace
+        for unit in self._units:
+            # Torch's layers take another way in evaluation if a parameter is not an ordinary one.
+            if unit in self._pinned or not (kind or unit.shards_parameters):
+                unit.use()
 
     def end_forward(self) -> None:
         """Release what the forward pass has left, but for what its backward needs first."""
@@ -175,9 +181,9 @@ class Schedule:
 
     def hold(self) -> None:
         """Gather everything and release nothing until ``let_go``."""
+        self._held = True
         for unit in self._units:
             unit.use()
-        self._held = True
 
     def let_go(self) -> None:
         """Release again what is not in use."""
@@ -207,6 +213,9 @@ class Schedule:
         if self._in_backward:
             return
         Variable._execution_engine.queue_callback(self._end_backward)
+        self._begin_backward()
+
+    def _begin_backward(self) -> None:
         self._in_backward = True
         if self._reported:
             return
@@ -256,10 +265,32 @@ class Schedule:
             self._reducing.popleft().finish_reduce()
 
     def _end_backward(self) -> None:
+        if self._surrounded:
+            return  # a backward pass inside the one that counts, as a reentrant checkpoint runs
         if self._reported:
             self.complete_round()
         self._in_backward = False
         self.rest()
+
+    @contextmanager
+    def backward(self) -> Generator[None, None, None]:
+        """Surround one backward pass: what it did is complete at the end, and not before.
+
+        Without this, the end of the pass is what autograd takes for it. A rank on which the pass
+        finds nothing to do takes part in the reductions all the same.
+        """
+        if self._surrounded:
+            yield
+            return
+        rounds, self._surrounded = self.rounds, True
+        self._begin_backward()
+        try:
+            yield
+        finally:
+            self._surrounded = self._in_backward = False
+        self._end_backward()
+        if self.rounds == rounds and not self.blocked:
+            self.complete_round()
 
     def complete_round(self) -> None:
         """Reduce what this backward pass has not; gradients that it did not produce are zeros."""

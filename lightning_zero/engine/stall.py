@@ -42,6 +42,7 @@ class StallMonitor:
         self._count = 0
         self._waits_for: str | None = None
         self._published: str | None = None
+        self._asks = True
         self._main = threading.get_ident()
         self._period = min(max(timeout / 10, 0.02), 10.0)
         self._watched: deque[tuple[float, Callable[[], bool], str]] = deque()
@@ -70,6 +71,11 @@ class StallMonitor:
         """
         self._watched.append((time.monotonic(), is_done, what))
 
+    def hurry(self) -> None:
+        """Let waits run out soon and ask nobody why: the run has failed already."""
+        self.timeout = min(self.timeout, 2.0)
+        self._asks = False
+
     def stop(self) -> None:
         """End the thread; the store may go away afterwards."""
         self._stop.set()
@@ -77,6 +83,8 @@ class StallMonitor:
 
     def error(self, what: str) -> TimeoutError:
         """Build the error for a wait for ``what`` that ran out; asks all ranks what they do."""
+        if not self._asks:
+            return TimeoutError(f"Rank {self._rank} waited in vain for {what}.")
         with suppress(RuntimeError):
             self._store.set("asked", "1")
             self._publish(force=True)

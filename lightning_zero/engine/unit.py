@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import Enum
 
 import torch
@@ -144,13 +145,16 @@ class Unit:
     def restore(self, device: torch.device) -> None:
         """Make the parameters ordinary again, with full values on ``device``."""
         self.gather()
+        self._collectives.await_readers(self.shard)
         self._hand_back(device)
 
     def abandon(self) -> None:
-        """Do what can be done without the other ranks."""
-        if not self.shards_parameters and self.state is UnitState.WORKING:
-            self._hand_back(self.flat.device)
-            return
+        """Do what can be done without counting on the other ranks."""
+        with suppress(RuntimeError, TimeoutError):
+            if not self.shards_parameters:
+                self.gather()  # new values that were on their way when the run failed
+                self._hand_back(torch.device("cpu"))
+                return
         self.rest()
 
         def refuse(*_: Unit) -> None:
@@ -162,7 +166,6 @@ class Unit:
         self.use = refuse
 
     def _hand_back(self, device: torch.device) -> None:
-        self._collectives.await_readers(self.shard)
         for slot in self.slots:
             slot.param.__class__ = slot.original_class
             set_local_grad(slot.param, None)

@@ -25,7 +25,11 @@ _SMALL = 2**14
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # These read their children's parameters without calling the children.
-_OPAQUE = (nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule)
+_OPAQUE = (
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    torch.jit.ScriptModule,
+)
 
 
 @dataclass(frozen=True)
@@ -84,13 +88,11 @@ def plan_units(module: nn.Module, policy: WrapPolicy) -> list[UnitPlan]:
     """
     chosen = list(_chosen(module, policy))
     names = {id(child): name for name, child in module.named_modules()}
-    owner: dict[int, nn.Module] = {}
-    for unit in [*chosen, module]:  # inner modules come before the ones that contain them
-        for param in unit.parameters():
-            owner.setdefault(id(param), unit)
+    by_name = {names[id(child)]: child for child in chosen}
     members: dict[int, list[tuple[str, nn.Parameter]]] = {}
-    for name, param in module.named_parameters():
-        members.setdefault(id(owner[id(param)]), []).append((name, param))
+    for name, param in module.named_parameters():  # a tied one under the name of its first user
+        owner = _innermost(name, by_name, module)
+        members.setdefault(id(owner), []).append((name, param))
     order = {id(child): position for position, child in enumerate(module.modules())}
     plans = []
     for unit in sorted([*chosen, module], key=lambda unit: order[id(unit)]):
@@ -102,6 +104,15 @@ def plan_units(module: nn.Module, policy: WrapPolicy) -> list[UnitPlan]:
                 name += f" ({dtype}{'' if kind[0][1].requires_grad else ', frozen'})"
             plans.append(UnitPlan(name, unit, tuple(kind)))
     return plans
+
+
+def _innermost(name: str, chosen: dict[str, nn.Module], root: nn.Module) -> nn.Module:
+    """Find the innermost chosen module around a parameter."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in chosen:
+            return chosen[name]
+    return root
 
 
 def _kinds(
@@ -121,8 +132,8 @@ def _chosen(module: nn.Module, policy: Any) -> Iterator[nn.Module]:
     if policy == "none":
         return iter(())
     if policy == "layers":
-        return _matching(module, lambda child: bool(list(child.parameters(recurse=False))))
-    if isinstance(policy, str):
+        return _matching(module, _is_layer)
+    if isinstance(policy, str) or (isinstance(policy, type) and issubclass(policy, nn.Module)):
         policy = [policy]
     if hasattr(policy, "_module_classes"):  # ModuleWrapPolicy
         policy = policy._module_classes
@@ -178,6 +189,10 @@ def _matching(
             yield child
 
 
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(module, _OPAQUE) or any(True for _ in module.parameters(recurse=False))
+
+
 def _by_function(module: nn.Module, policy: Callable[..., bool]) -> Iterator[nn.Module]:
     """Ask a function as FSDP does: whether to look inside a module, then whether to take it."""
     taken: set[int] = set()
@@ -195,15 +210,17 @@ def _by_function(module: nn.Module, policy: Callable[..., bool]) -> Iterator[nn.
     return visit(module)
 
 
-def _automatic(module: nn.Module) -> Iterator[nn.Module]:
+def _automatic(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
+    seen = {id(module)} if seen is None else seen
     repeated = Counter(type(child) for child in module.children())
     for child in module.children():
         size = sum(param.numel() for param in child.parameters())
-        if size < _SMALL:
+        if size < _SMALL or id(child) in seen:
             continue
+        seen.add(id(child))
         is_block = isinstance(module, _CONTAINERS) and repeated[type(child)] > 1
         is_layer = isinstance(child, _OPAQUE) or is_parametrized(child) or not any(child.children())
         if not isinstance(child, _CONTAINERS) and (is_block or is_layer):
             yield child
         else:
-            yield from _automatic(child)
+            yield from _automatic(child, seen)
