@@ -508,6 +508,7 @@ def _wait_before_rendezvous(timeout: float) -> None:
             limit = time.monotonic() + timeout
             while not _listens(int(os.environ["MASTER_PORT"])) and time.monotonic() < limit:
                 time.sleep(0.002)
+            time.sleep(0.01)
         init(*args, **kwargs)
 
     dist.init_process_group = init_when_rank_0_listens

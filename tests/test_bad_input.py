@@ -11,10 +11,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator, MPSAccelerator
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-from lightning_zero import ZeroStrategy
 from modules import (
     FEATURES,
     STAGES,
@@ -26,6 +22,10 @@ from modules import (
     outcome,
     quiet_trainer,
 )
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_zero import ZeroStrategy
 from ranks import RankFailure, expect_failures, run_ranks
 
 LIMIT = 10.0

@@ -10,9 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
-from torch.nn import functional as F
-
 from modules import (
     CLASSES,
     FEATURES,
@@ -25,6 +22,9 @@ from modules import (
     outcome,
     quiet_trainer,
 )
+from torch import Tensor, nn
+from torch.nn import functional as F
+
 from ranks import run_ranks
 
 DDP = "ddp_find_unused_parameters_true"

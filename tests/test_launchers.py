@@ -14,10 +14,10 @@ import pytest
 import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
+from modules import Perceptron, batches, checksum_of, quiet_trainer, train_briefly
 from torch.utils.data import DataLoader
 
 import lightning_zero
-from modules import Perceptron, batches, checksum_of, quiet_trainer, train_briefly
 from ranks import run_ranks
 
 SCRIPT = """

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from modules import Perceptron, batches, quiet_trainer
 from torch import Tensor
 
 from lightning_zero import ZeroStrategy
-from modules import Perceptron, batches, quiet_trainer
 from ranks import expect_failures, run_ranks
 
 STALL = 1.5

@@ -16,10 +16,6 @@ import torch
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler
-
-import lightning_zero
 from modules import (
     STAGES,
     Outcome,
@@ -34,6 +30,10 @@ from modules import (
     quiet_trainer,
     samples,
 )
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+import lightning_zero
 from ranks import run_ranks
 
 T = TypeVar("T")
