@@ -82,7 +82,8 @@ def _fill(
     dtype: torch.dtype,
 ) -> None:
     """Replace one kind of state of a unit's parameters by full tensors."""
-    shard = torch.zeros_like(unit.shard, dtype=dtype)
+    device = unit.collectives.device
+    shard = torch.zeros(unit.layout.shard_numel, dtype=dtype, device=device)
     found = {}
     for number, slot in members.items():
         value: Any = states.get(number, {}).get(key)

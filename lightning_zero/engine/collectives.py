@@ -35,7 +35,6 @@ class Traffic:
 
     gather: int = 0
     reduce: int = 0
-    other: int = 0
 
 
 class Pending(ABC):

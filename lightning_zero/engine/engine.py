@@ -275,6 +275,8 @@ class ZeroEngine:
         self.schedule.rest()
         self._let_go()
         for unit in self.units:
+            unit.clear_grads()
+        for unit in self.units:
             unit.restore(torch.device(device))
 
     def abandon(self) -> None:

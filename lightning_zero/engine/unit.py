@@ -54,6 +54,7 @@ class Unit:
         collectives: How the ranks talk.
 
     Attributes:
+        collectives: How the ranks talk.
         touched: User code got at the working values in a way that leaves no trace.
         missing: Parameters that the backward pass under way has not reported yet.
         trainable: Whether any parameter of it is trainable in the backward pass under way.
@@ -87,7 +88,7 @@ class Unit:
         self.use: Callable[..., None] = self.gather
         self.renewed: Callable[[], None] = lambda: None
         self.settle: Callable[[], None] = lambda: None
-        self._collectives = collectives
+        self.collectives = collectives
         self._gathering: Pending | None = None
         self._reducing: Pending | None = None
         self._average: Tensor | None = None
@@ -103,7 +104,7 @@ class Unit:
 
     def _take_over(self, params: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Move rank 0's values into the flat buffer and the shard; free the original storages."""
-        layout, talk = self.layout, self._collectives
+        layout, talk = self.layout, self.collectives
         self.flat = torch.empty(layout.flat_numel, dtype=self.dtype, device=talk.device)
         own = self._own(self.flat)
         self.shard = torch.empty_like(own) if self.shards_parameters else own
@@ -125,7 +126,7 @@ class Unit:
 
     def _slot(self, index: int, name: str, param: nn.Parameter) -> ParameterSlot:
         offset = self.layout.offsets[index]
-        part = self.layout.slice_of(index, self._collectives.rank)
+        part = self.layout.slice_of(index, self.collectives.rank)
         stride = param.stride()
         if not _is_dense(param):
             stride = torch.empty(param.shape, device="meta").stride()
@@ -145,7 +146,7 @@ class Unit:
     def restore(self, device: torch.device) -> None:
         """Make the parameters ordinary again, with full values on ``device``."""
         self.gather()
-        self._collectives.await_readers(self.shard)
+        self.collectives.await_readers(self.shard)
         self._hand_back(device)
 
     def abandon(self) -> None:
@@ -172,23 +173,23 @@ class Unit:
             full = torch.empty_strided(slot.shape, slot.stride, dtype=self.dtype, device=device)
             set_data(slot.param, full.copy_(slot.view))
             del slot.param.zero_slot  # type: ignore[attr-defined]
-            slot.grad_face = slot.spare_face = None
-            slot.view = slot.view.new_empty(0)
+            slot.view = slot.shard = slot.view.new_empty(0)
         self.state = UnitState.RESTING
         self.grad_flat = self.grad_shard = None
-        self.flat = self.flat.new_empty(0)  # the storage goes with the last tensor that shares it
+        # Each storage goes with the last tensor that shares it.
+        self.flat = self.shard = self.flat.new_empty(0)
         self._know_storage()
 
     def collect_master(self) -> Tensor | None:
         """Return the whole master, flat, on rank 0 and None on the others."""
         if not self.shards_parameters:
             self.gather()
-            return self.flat if self._collectives.rank == 0 else None
+            return self.flat if self.collectives.rank == 0 else None
         return self.collect(self.shard, f"values of {self._label}")
 
     def collect(self, shard: Tensor, label: str) -> Tensor | None:
         """Return the shards of all ranks in the unit's layout, flat, on rank 0, None on others."""
-        return self._collectives.collect(shard, label)
+        return self.collectives.collect(shard, label)
 
     @property
     def flat_nbytes(self) -> int:
@@ -204,12 +205,12 @@ class Unit:
         """Make sure that the optimizer may write to the shard."""
         if not self.shards_parameters:
             self.gather()  # the last step's new values may still be on their way
-        self._collectives.await_readers(self.shard)
+        self.collectives.await_readers(self.shard)
 
     @property
     def resting_nbytes(self) -> int:
         """Bytes of parameters that this rank holds between uses."""
-        return self.flat_nbytes // (self._collectives.world_size if self.shards_parameters else 1)
+        return self.flat_nbytes // (self.collectives.world_size if self.shards_parameters else 1)
 
     # Working values
 
@@ -217,9 +218,9 @@ class Unit:
         """Ask for the working values; ``gather`` waits for them."""
         if self.state is not UnitState.RESTING:
             return
-        if not self._collectives.fills_late:
+        if not self.collectives.fills_late:
             self._make_storage()
-        self._gathering = self._collectives.gather(
+        self._gathering = self.collectives.gather(
             self.flat.data, self.shard.data, f"gather of {self._label}", self.index
         )
         self.state = UnitState.GATHERING
@@ -261,7 +262,7 @@ class Unit:
     @property
     def is_stale_after_step(self) -> bool:
         """Whether working values stay present over a step and then lack the other ranks' part."""
-        return not self.shards_parameters and self._collectives.world_size > 1
+        return not self.shards_parameters and self.collectives.world_size > 1
 
     def free(self) -> bool:
         """Free the storage of absent working values, unless a tensor of somebody else shares it.
@@ -296,7 +297,7 @@ class Unit:
         if not self.shards_parameters:
             return  # the master is a slice of the working values
         if self.touched or any(slot.param._version != slot.version for slot in self.slots):
-            self._collectives.await_readers(self.shard)
+            self.collectives.await_readers(self.shard)
             self.shard.data.copy_(self._own(self.flat.data))
             self.touched = False
             for slot in self.slots:
@@ -334,7 +335,7 @@ class Unit:
         return self.grad_flat
 
     def _own(self, flat: Tensor) -> Tensor:
-        return flat.view(self._collectives.world_size, -1)[self._collectives.rank]
+        return flat.view(self.collectives.world_size, -1)[self.collectives.rank]
 
     def start_reduce(self) -> None:
         """Ask for the average of the gradients; ``finish_reduce`` waits for it."""
@@ -361,7 +362,7 @@ class Unit:
         self._accumulates = accumulates and base is None
         self._average = out
         label = f"reduce of {self._label}"
-        self._reducing = self._collectives.reduce(flat, out, label, self.index, base)
+        self._reducing = self.collectives.reduce(flat, out, label, self.index, base)
 
     def _make_room_for_average(self) -> bool:
         """Prepare the gradient shard for another average; say whether it holds one already."""
@@ -395,6 +396,15 @@ class Unit:
         if self.grad_shard is None:
             self.grad_shard = torch.zeros_like(self.shard)
 
+    def clear_grads(self) -> None:
+        """Forget all gradients."""
+        self.finish_reduce()
+        for slot in self.slots:
+            set_local_grad(slot.param, None)
+            slot.local = slot.reduced = slot.has_grad = False
+            slot.grad_face = slot.spare_face = None
+        self.drop_grads()
+
     def drop_grads(self) -> None:
         """Free the gradient buffers if they hold nothing, as in a unit that was frozen."""
         if self._reducing is None and not any(slot.local or slot.reduced for slot in self.slots):
@@ -406,8 +416,8 @@ class Unit:
         flat = self.grad_shard.new_empty(self.layout.flat_numel)
         label = f"gradients of {self._label}"
         tag = self.index + _GRADIENTS
-        self._collectives.gather(flat, self.grad_shard, label, tag).wait()
-        self._collectives.await_readers(self.grad_shard)
+        self.collectives.gather(flat, self.grad_shard, label, tag).wait()
+        self.collectives.await_readers(self.grad_shard)
         for slot in self.slots:
             face = slot.grad_face
             if type(face) is RestingGrad:

@@ -192,6 +192,8 @@ def _compare(got: Outcome, wanted: Outcome, where: str, verdict: Verdict) -> Non
 
 
 CASES: dict[str, type[Case]] = {}
+RESULTS: dict[str, dict[str, Verdict]] = {}
+"""What has been compared at two ranks so far, for the table."""
 
 
 def case(cls: type[Case]) -> type[Case]:
