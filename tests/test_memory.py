@@ -369,3 +369,30 @@ def test_graphs_that_never_go_backward_are_freed_with_their_results(stage: int) 
         assert max(totals[2:]) - totals[1] <= MESSAGES, totals
 
     run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_frozen_parameters_have_no_gradient_buffer_and_no_state(stage: int) -> None:
+    def body(rank: int, world_size: int) -> None:
+        base, adapter = nn.Linear(8, 8), nn.Linear(8, 8)
+        base.requires_grad_(False)
+        module = nn.ModuleList([base, adapter])
+        engine = ZeroEngine(module, stage=stage, auto_wrap_policy="layers")
+        optimizer = torch.optim.AdamW(module.parameters())
+        engine.attach(optimizer)
+        for _ in range(2):
+            with engine.forward():
+                loss = adapter(base(torch.full((2, 8), rank + 1.0))).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        frozen = [unit for unit in engine.units if unit.slots[0].param is base.weight]
+        assert len(frozen) == 1
+        assert frozen[0].grad_flat is None
+        assert frozen[0].grad_shard is None
+        assert base.weight not in optimizer.state
+        assert adapter.weight in optimizer.state
+        assert frozen[0].shards_parameters == (stage == 3)
+        engine.restore()
+
+    run_ranks(body, 2)
