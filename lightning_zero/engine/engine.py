@@ -87,9 +87,8 @@ class ZeroEngine:
         placement = placement_of(stage)
         device = device or _device_of(module)
         check_module(module, device)
-        if placement.parameters is Placement.SHARDED:
-            plans = plan_units(module, auto_wrap_policy)
-        else:
+        plans = plan_units(module, auto_wrap_policy)  # refuses a wrong policy at every stage
+        if placement.parameters is Placement.REPLICATED:
             plans = plan_buckets(module, bucket_mb)
         self.module = module
         self.stage = stage
