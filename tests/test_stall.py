@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import re
 import time
 from pathlib import Path
 
@@ -218,7 +219,8 @@ def test_a_rank_that_dies_is_reported_quickly(
     for rank in (0, 2):
         kind, message = errors[rank]
         assert kind == "RuntimeError"
-        assert "rank 1 went away" in message.lower() or "another rank went away" in message.lower()
+        # A rank that failed because of rank 1 may be the one that is missed first.
+        assert re.search(r"(rank [012]|another rank) went away", message.lower())
         assert "its own output has the cause" in message
 
 

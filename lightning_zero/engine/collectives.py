@@ -1,7 +1,8 @@
 """One interface for the engine's communication, with a gloo way, an NCCL way and a lonely way.
 
-Sums are always taken in rank order and then divided by the number of ranks, so a value does not
-depend on which rank owns it. ``AVG`` is never used: gloo's silently sums.
+A reduction sums and then divides by the number of ranks; ``AVG`` is never used, for gloo's silently
+sums. On the CPU the sum is taken in rank order, so that a value does not depend on which rank owns
+it; NCCL has an order of its own.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ class Collectives(ABC):
             out: Shape ``(S,)``, the result; may be this rank's place in ``flat`` itself.
             label: What is reduced, for error messages.
             tag: As for ``gather``.
-            base: Shape ``(S,)``, added to every rank's contribution before the sum, as it is when
-                each rank accumulates onto an average that it already holds.
+            base: Shape ``(S,)``, an average to accumulate onto: on the CPU it is added to every
+                rank's contribution before the sum, as DDP does; under NCCL to the new average.
         """
         self.traffic.reduce += (self.world_size - 1) * out.numel()
         return self._reduce(flat, out, label, tag, base)
@@ -374,14 +375,15 @@ class _CudaPending(Pending):
     return to it after it has waited, so the allocator reuses their memory in the right order.
     """
 
-    def __init__(self, done: torch.cuda.Event, *keep: Tensor) -> None:
+    def __init__(self, done: torch.cuda.Event, device: torch.device, *keep: Tensor) -> None:
         self._done: torch.cuda.Event | None = done
+        self._device = device
         self._keep = keep
 
     def wait(self) -> None:
         done, self._done = self._done, None
         if done is not None:
-            torch.cuda.current_stream().wait_event(done)
+            torch.cuda.current_stream(self._device).wait_event(done)
         self._keep = ()
 
 
@@ -415,20 +417,29 @@ class NcclCollectives(_GroupCollectives):
         return self._run(self._reduce_stream, reduce, label, *keep)
 
     def scatter(self, flat: Tensor | None, out: Tensor, label: str) -> None:
-        self.monitor.issued(label)
         chunks = None if flat is None else list(flat.view(self.world_size, -1).unbind())
-        dist.scatter(out, chunks, group=self.gather_group, group_src=0)
+
+        def scatter() -> None:
+            dist.scatter(out, chunks, group=self.gather_group, group_src=0)
+
+        keep = (out,) if flat is None else (out, flat)
+        self._run(self._gather_stream, scatter, label, *keep).wait()
 
     def collect(self, shard: Tensor, label: str) -> Tensor | None:
-        self.monitor.issued(label)
         flat = shard.new_empty(self.world_size * shard.numel()) if self.rank == 0 else None
         chunks = None if flat is None else list(flat.view(self.world_size, -1).unbind())
-        dist.gather(shard, chunks, group=self.gather_group, group_dst=0)
+
+        def gather() -> None:
+            dist.gather(shard, chunks, group=self.gather_group, group_dst=0)
+
+        self._run(self._gather_stream, gather, label, shard).wait()
         return flat
 
     def broadcast(self, tensor: Tensor, label: str) -> None:
-        self.monitor.issued(label)
-        dist.broadcast(_bytes(tensor), group=self.gather_group, group_src=0)
+        def broadcast() -> None:
+            dist.broadcast(_bytes(tensor), group=self.gather_group, group_src=0)
+
+        self._run(self._gather_stream, broadcast, label, tensor).wait()
 
     def sum(self, tensor: Tensor, label: str) -> Pending:
         return self._all_reduce(tensor, dist.ReduceOp.SUM, label)
@@ -446,10 +457,10 @@ class NcclCollectives(_GroupCollectives):
         self, stream: torch.cuda.Stream, work: Callable[[], None], label: str, *keep: Tensor
     ) -> Pending:
         self.monitor.issued(label)
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             work()
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(stream)
         self.monitor.watch(done.query, label)
-        return _CudaPending(done, *keep)
+        return _CudaPending(done, self.device, *keep)

@@ -40,6 +40,8 @@ _WRITTEN = b"wrtn"  # I have written my part
 _LOAN = b"loan"  # write your gradients here, some time
 _GRADIENT = b"grad"  # I have written my gradients
 
+_UNCONFIRMED = 2  # gathers of one shard whose receipts may be outstanding
+
 
 class _Span(ctypes.Structure):
     _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
@@ -105,6 +107,8 @@ def find_peers(group: ProcessGroup) -> Peers | None:
     dist.all_gather_object(cards, card, group=group)
     reached = None not in cards and memory is not None and _reach(memory, cards)
     if not _all_say(reached, cards, group):
+        if mailbox is not None:
+            mailbox.close()
         return None
     assert memory is not None
     assert mailbox is not None
@@ -147,10 +151,6 @@ class _DirectPending(Pending):
             finish()
 
 
-_open: set[DirectCollectives] = set()
-"""Those not closed yet: a rank that fails must not free what the others may still write to."""
-
-
 class DirectCollectives(GlooCollectives):
     """Gathers and reduces in one copy between the ranks of one host.
 
@@ -172,7 +172,6 @@ class DirectCollectives(GlooCollectives):
         self._readers: dict[int, list[int]] = {}  # receipts to come: tickets, by shard address
         self._issued: Counter[int] = Counter()
         self._lent: dict[int, Tensor] = {}  # what others write into, by rank
-        _open.add(self)
 
     def reserve(self, shard_nbytes: int) -> None:
         if self._lent:
@@ -184,20 +183,24 @@ class DirectCollectives(GlooCollectives):
     def close(self) -> None:
         super().close()
         self._mailbox.close()
-        _open.discard(self)
 
     def await_readers(self, shard: Tensor) -> None:
-        label = "the other ranks to have read a shard"
         for ticket in self._readers.pop(shard.data_ptr(), ()):
-            for rank in self._others:
-                self._ask(rank, _RECEIPT, ticket, label)
+            self._await_receipt(ticket)
+
+    def _await_receipt(self, ticket: int) -> None:
+        for rank in self._others:
+            self._ask(rank, _RECEIPT, ticket, "the other ranks to have read a shard")
 
     def _gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
         ticket = self._ticket(tag, label)
         chunks = flat.view(self.world_size, -1)
         if flat.untyped_storage()._cdata == shard.untyped_storage()._cdata:
             return self._gather_in_place(chunks, label, ticket)
-        self._readers.setdefault(shard.data_ptr(), []).append(ticket)
+        tickets = self._readers.setdefault(shard.data_ptr(), [])
+        if len(tickets) == _UNCONFIRMED:  # long passes without a step must not pile receipts up
+            self._await_receipt(tickets.pop(0))
+        tickets.append(ticket)
         for rank in self._others:
             self._mailbox.send(rank, _SHARD, ticket, shard.data_ptr())
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed import ProcessGroup
 from torch.nn.parameter import is_lazy
@@ -17,7 +19,7 @@ from lightning_zero.engine.buffers import BufferSync
 from lightning_zero.engine.collectives import Collectives
 from lightning_zero.engine.flags import GradientFlags
 from lightning_zero.engine.optimizer import OptimizerSharding, ShardedOptimizer, check_optimizer
-from lightning_zero.engine.parameter import ZeroParameter, local_grad
+from lightning_zero.engine.parameter import ZeroParameter
 from lightning_zero.engine.placement import Placement, StagePlacement, placement_of
 from lightning_zero.engine.saved import SavedParameters
 from lightning_zero.engine.schedule import Schedule
@@ -86,8 +88,9 @@ class ZeroEngine:
     ) -> None:
         placement = placement_of(stage)
         device = device or _device_of(module)
-        check_module(module, device)
-        plans = plan_units(module, auto_wrap_policy)  # refuses a wrong policy at every stage
+        with _same_on_all_ranks(module, group):
+            check_module(module, device)
+            plans = plan_units(module, auto_wrap_policy)  # refuses a wrong policy at every stage
         if placement.parameters is Placement.REPLICATED:
             plans = plan_buckets(module, bucket_mb)
         self.module = module
@@ -155,12 +158,14 @@ class ZeroEngine:
 
     def finish_gradients(self) -> None:
         """Wait until the average of all gradients is present, and known where it is missing."""
-        late = [slot for slot in self._unwatched if local_grad(slot.param) is not None]
-        for slot in late:  # unfrozen in the middle of a step, when it had no hook yet
+        with torch._C.DisableTorchFunctionSubclass():
+            thawed = [slot for slot in self._unwatched if slot.param.requires_grad]
+        for slot in thawed:  # in the middle of a step, when it had no hook yet
             slot.unit.take_grad(slot)
-        if late:
-            self.schedule.reduce_left()
+        if thawed:
+            self.schedule.reduce_left({slot.unit for slot in thawed})
             self.flags.start()
+            self._watch_gradients()
         self.schedule.finish()
         self.flags.settle()
 
@@ -285,6 +290,7 @@ class ZeroEngine:
         """
         self._let_go()
         self._abandoned = True
+        _abandoned.append(self)
         self.collectives.hurry()
         for unit in self.units:
             unit.abandon()
@@ -310,6 +316,43 @@ class ZeroEngine:
             handle.remove()
         self._grad_hooks.clear()
         self._module_hooks.clear()
+
+
+_abandoned: list[ZeroEngine] = []
+"""Kept for ever: the other ranks may still read and write what a failed rank has offered them."""
+
+
+@contextmanager
+def _same_on_all_ranks(
+    module: nn.Module, group: ProcessGroup | None
+) -> Generator[None, None, None]:
+    """Let what is refused on one rank be refused on all, and modules that differ be refused."""
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as reason:
+        error = reason
+    layout = [
+        (name, tuple(param.shape), str(param.dtype), param.requires_grad)
+        for name, param in module.named_parameters()
+        if not is_lazy(param)
+    ]
+    digest = hashlib.sha256(repr(layout).encode()).hexdigest()
+    cards: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(cards, (None if error is None else str(error), digest), group=group)
+    if error is not None:
+        raise error
+    for rank, (text, other) in enumerate(cards):
+        if text is not None:
+            raise RuntimeError(f"Rank {rank} cannot shard its module: {text}")
+        if other != cards[0][1]:
+            raise RuntimeError(
+                f"The parameters of rank {rank} differ from those of rank 0 in names, shapes, "
+                "dtypes or requires_grad: build the same module on every rank."
+            )
 
 
 def _build_units(

@@ -92,7 +92,9 @@ class ShardedOptimizer:
 
     def detach(self) -> None:
         """Leave the optimizer alone from now on."""
-        self.show_whole()
+        for unit in self.show_whole():  # a step has raised: the others' parts are missing
+            if unit.is_stale_after_step:
+                unit.rest()
         for handle in self._handles:
             handle.remove()
 
@@ -122,6 +124,7 @@ class ShardedOptimizer:
         def hook(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
             args, kwargs = _run_closure(args, kwargs)
             if optimizer is self.optimizer:
+                self._schedule.changed(self.show_whole())  # the last step may have raised
                 self._before_step()
                 self._schedule.rest()
                 self.show_shards()

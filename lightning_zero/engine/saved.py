@@ -43,7 +43,6 @@ class SavedParameters:
     """
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule) -> None:
-        self._units: dict[int, Unit] = {}
         for unit in units:
             unit.renewed = self._learn_storages
         self._all = units

@@ -78,7 +78,9 @@ class Schedule:
 
     def begin_pass(self) -> None:
         """Start a forward pass, and with it a new record of the order of units."""
-        self._in_backward = False
+        if self._in_backward and not self._surrounded:  # it ended with an error
+            self._in_backward = False
+            self._forget_round()
         self.rest()
         self._active.clear()
         kind = torch.is_grad_enabled()
@@ -286,6 +288,9 @@ class Schedule:
         self._begin_backward()
         try:
             yield
+        except BaseException:
+            self._forget_round()
+            raise
         finally:
             self._surrounded = self._in_backward = False
         self._end_backward()
@@ -301,16 +306,20 @@ class Schedule:
         for unit in self._reduce_order[self._cursor :]:
             self._reduce(unit)
         self.reduce_left()  # a parameter may report again after its unit was reduced
+        self._learn_order()
+        self._forget_round()
+        if not self.blocked:
+            self.rounds += 1
+            self.after_round()
+
+    def _forget_round(self) -> None:
         self._cursor = 0
         self._reported = False
-        self._learn_order()
+        self._completed.clear()
         for unit in self._units:
             unit.missing = 0
             for slot in unit.slots:
                 slot.reported = False
-        if not self.blocked:
-            self.rounds += 1
-            self.after_round()
 
     def _learn_order(self) -> None:
         """After the first backward pass, take over the order in which rank 0's units were complete.
@@ -318,17 +327,16 @@ class Schedule:
         The order of registration is a guess; where it is wrong, gradients wait in their buffers.
         """
         order = dict.fromkeys([*self._completed, *self._reduce_order])
-        self._completed.clear()
         if not self._learned and not self.blocked:
             self._learned = True
             indices = self._agree_on([unit.index for unit in order])
             by_index = {unit.index: unit for unit in self._units}
             self._reduce_order = [by_index[index] for index in indices]
 
-    def reduce_left(self) -> None:
-        """Reduce every unit that holds gradients which no reduction has taken."""
+    def reduce_left(self, thawed: Collection[Unit] = ()) -> None:
+        """Reduce every unit that holds gradients which no reduction has taken, and ``thawed``."""
         for unit in self._reduce_order:
-            if any(slot.local for slot in unit.slots):
+            if unit in thawed or any(slot.local for slot in unit.slots):
                 unit.trainable = True
                 self._reduce(unit)
 

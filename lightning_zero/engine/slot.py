@@ -96,9 +96,10 @@ class ParameterSlot:
         return self.grad_face
 
     def _new_face(self) -> RestingGrad:
-        face = torch.empty_strided(
-            self.shape, self.stride, dtype=self.unit.dtype, device=self.view.device
-        ).as_subclass(RestingGrad)
+        with torch.inference_mode(False):
+            face = torch.empty_strided(
+                self.shape, self.stride, dtype=self.unit.dtype, device=self.view.device
+            ).as_subclass(RestingGrad)
         with torch._C.DisableTorchFunctionSubclass():
             face.untyped_storage().resize_(0)
         face.zero_slot = self

@@ -119,8 +119,8 @@ class StallMonitor:
         with suppress(AttributeError, RuntimeError, NotImplementedError):
             self._store = self._store.clone()  # type: ignore[attr-defined]
         while not self._stop.wait(self._period):
-            self._look_at_watched()
             try:
+                self._look_at_watched()
                 self._publish(force=self._store.check(["asked"]))
             except RuntimeError:  # the store's host is gone, and with it whoever could ask
                 return

@@ -285,10 +285,11 @@ class Unit:
 
     def _renew(self) -> None:
         """Move to another storage, since numpy or shared memory has made this one unresizable."""
-        self.flat = torch.empty_like(self.flat)
-        for slot in self.slots:
-            slot.view = slot.in_flat(self.flat)
-            set_data(slot.param, slot.view)
+        with torch.inference_mode(False):
+            self.flat = torch.empty_like(self.flat)
+            for slot in self.slots:
+                slot.view = slot.in_flat(self.flat)
+                set_data(slot.param, slot.view)
         self._know_storage()
         self.renewed()
 
