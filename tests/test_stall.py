@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
-import re
 import time
 from pathlib import Path
 
