@@ -230,10 +230,6 @@ class ZeroEngine:
         self.finish_gradients()
         clipping.clip_by_value(self._slots_of(params), limit)
 
-    def slot_of(self, param: nn.Parameter) -> ParameterSlot | None:
-        """Return what is known of a parameter of the module, or None for any other tensor."""
-        return self._by_param.get(id(param))
-
     def _slots_of(self, params: Iterable[nn.Parameter]) -> list[ParameterSlot]:
         return [self._by_param[id(param)] for param in params]
 
