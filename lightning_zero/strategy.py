@@ -25,10 +25,11 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint.full import module_state, optimizer_state
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.numerics import Cast
 from lightning_zero.engine.parameter import ZeroParameter
 from lightning_zero.engine.placement import Placement, placement_of
 from lightning_zero.host import available_memory, device_memory
-from lightning_zero.precision import ZeroPrecision
+from lightning_zero.precision import DtypeName, ZeroPrecision
 
 REPLICATED = Placement.REPLICATED
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -58,6 +59,12 @@ class ZeroStrategy(DDPStrategy):
             forward passes; ``"sharded"`` gathers them for each.
         restore_weights: Whether the module gets its full weights back on the CPU of every rank at
             the end. ``"auto"``: if they fit in half of the host's free memory.
+        cast: Under ``bf16-mixed`` and ``16-mixed``, what is held in half precision, see
+            ``ZeroPrecision``: ``"auto"``, ``"all"`` or ``"none"``.
+        reduce_dtype: In which dtype gradients are summed, see ``ZeroPrecision``.
+        fp32_master: Whether ``bf16-true`` and ``16-true`` keep fp32 masters, see ``ZeroPrecision``.
+        log_grad_norm: Whether to log the global norm of the gradients before clipping, in every
+            step, as ``grad_norm``, or ``grad_norm/0`` and so on if there are several optimizers.
         stall_timeout: Seconds that a wait for other ranks may last before it becomes an error that
             says what each rank waits for.
         accelerator: As for ``DDPStrategy``, and so are the others below.
@@ -84,6 +91,10 @@ class ZeroStrategy(DDPStrategy):
         optimizer_sharding: Literal["auto", "elementwise"] = "auto",
         eval_weights: Literal["sharded", "gathered"] = "sharded",
         restore_weights: Literal["auto", "always", "never"] = "auto",
+        cast: Cast = "auto",
+        reduce_dtype: DtypeName | None = None,
+        fp32_master: bool = False,
+        log_grad_norm: bool = False,
         stall_timeout: float = 300.0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -103,6 +114,14 @@ class ZeroStrategy(DDPStrategy):
         )
         self._placement = placement_of(stage)
         self._check_accelerator(accelerator)
+        self._settings = ZeroPrecision(
+            cast=cast, reduce_dtype=reduce_dtype, fp32_master=fp32_master
+        )
+        self._logs_grad_norm = log_grad_norm
+        if isinstance(precision_plugin, ZeroPrecision):
+            self._check_settings(precision_plugin)
+            if precision_plugin.is_default:  # Trainer(precision=...) has the word
+                self._settings, precision_plugin = precision_plugin, None
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -118,6 +137,7 @@ class ZeroStrategy(DDPStrategy):
         self._restore_weights = restore_weights
         self._engine: ZeroEngine | None = None
         self._trained: ZeroEngine | None = None  # the one that knows the optimizers
+        self._loaded: Mapping[str, Tensor] = {}  # values for masters, until there is an engine
         self._engine_settings = dict(
             stage=stage,
             auto_wrap_policy=auto_wrap_policy,
@@ -148,6 +168,16 @@ class ZeroStrategy(DDPStrategy):
         ):
             if word not in words:
                 raise ValueError(f"{name}={word!r} must be one of {', '.join(map(repr, words))}.")
+
+    def _check_settings(self, plugin: ZeroPrecision) -> None:
+        """Refuse settings of precision that stand in the strategy and in the plugin."""
+        for name in ("cast", "reduce_dtype", "fp32_master"):
+            mine, theirs = getattr(self._settings, name), getattr(plugin, name)
+            if plugin is not self._settings and mine not in (theirs, "auto", None, False):
+                raise ValueError(
+                    f"{name}={mine!r} of the strategy and {name}={theirs!r} of ZeroPrecision: "
+                    "set it in one of the two."
+                )
 
     @staticmethod
     def _check_accelerator(accelerator: Accelerator | None) -> None:
@@ -187,9 +217,13 @@ class ZeroStrategy(DDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._zero_precision = (
-            plugin if isinstance(plugin, ZeroPrecision) else ZeroPrecision(plugin)
-        )
+        if isinstance(plugin, ZeroPrecision):
+            self._check_settings(plugin)
+            self._zero_precision = plugin
+        else:
+            self._zero_precision = (
+                ZeroPrecision() if plugin is None else self._settings.wrapping(plugin)
+            )
         # Trainer takes a plugin that stands here for the user's, and then ignores `precision`.
         self._precision_plugin = None if plugin is None else self._zero_precision
 
@@ -233,9 +267,20 @@ class ZeroStrategy(DDPStrategy):
         engine = self._engine
         if engine is None or engine.module is not self.model or not engine.live:
             self._close_engines(fitting)
-            engine = ZeroEngine(self.model, device=self.root_device, **self._engine_settings)
+            engine = ZeroEngine(
+                self.model,
+                device=self.root_device,
+                numerics=self.precision_plugin.numerics(
+                    compiled=getattr(self.model, "_compiler_ctx", None) is not None
+                ),
+                **self._engine_settings,
+            )
+            engine.load_masters(self._loaded)
             rank_zero_info(engine.summary())
-        self._engine = self.precision_plugin.engine = engine
+        self._engine = engine
+        self._loaded = {}
+        self.precision_plugin.attach(engine, self.root_device)
+        self.precision_plugin.logs_grad_norm = self._logs_grad_norm
         if fitting:
             self._trained = engine
 
@@ -277,7 +322,7 @@ class ZeroStrategy(DDPStrategy):
                 "parameter gathers it, if every rank does; "
                 "ZeroStrategy(restore_weights='always') restores them regardless."
             )
-        self.precision_plugin.engine = None
+        self.precision_plugin.attach(None, self.root_device)
         if stays:
             # Strategy.teardown moves the module to the CPU, which would gather all of it, or, after
             # an error, fail in its own way.
@@ -291,8 +336,9 @@ class ZeroStrategy(DDPStrategy):
         if self._restore_weights != "auto":
             return self._restore_weights == "always"
         engine = self.engine
-        if self._placement.parameters is REPLICATED and self.root_device.type == "cpu":
-            return True  # they are there already
+        here = not any(unit.shards_parameters for unit in self.engine.units)
+        if here and self.root_device.type == "cpu":
+            return True
         needed = engine.full_nbytes() * self.num_processes
         return engine.agree(needed <= available_memory() / 2)
 
@@ -368,7 +414,34 @@ class ZeroStrategy(DDPStrategy):
         with self.engine.no_sync():
             yield
 
+    def grad_norm(self) -> Tensor:
+        """Return the global norm of the gradients in the last optimizer step, before clipping.
+
+        If nothing clips and ``log_grad_norm`` is off, it is taken now, of the gradients as they
+        are, over all ranks, so every rank has to call this.
+
+        Returns:
+            A scalar, fp32 at least: the 2-norm, of the optimizer that stepped last, tied parameters
+            counted once.
+
+        Raises:
+            RuntimeError: Before set-up.
+        """
+        norm = self.precision_plugin.grad_norm
+        return self.engine.grad_norm(self.engine.module.parameters()) if norm is None else norm
+
     # State
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        if not self.precision_plugin.fp32_master:
+            return
+        if self._engine is not None and self._engine.live:
+            self._engine.schedule.rest()
+            self._engine.load_masters(checkpoint["state_dict"])
+        else:
+            self._loaded = checkpoint["state_dict"]
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

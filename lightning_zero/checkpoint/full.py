@@ -90,7 +90,7 @@ def _fill(
         if ShardedOptimizer.is_sharded(key, value, slot) and value.dtype == dtype:
             slot.in_shard(shard).copy_(value)
             found[number] = slot
-    flat = unit.collect(shard, f"{key} of {unit.name}")
+    flat = unit.collectives.collect(shard, f"{key} of {unit.name}")
     for number, slot in found.items():
         states[number][key] = _full(slot, flat, dtype)
 
@@ -99,6 +99,6 @@ def _full(slot: ParameterSlot, flat: Tensor | None, dtype: torch.dtype | None = 
     """Copy one parameter's part out of a collected flat buffer, without its neighbours."""
     device = "meta" if flat is None else "cpu"
     full = torch.empty_strided(
-        slot.shape, slot.stride, dtype=dtype or slot.unit.dtype, device=device
+        slot.shape, slot.stride, dtype=dtype or slot.unit.master.dtype, device=device
     )
     return full if flat is None else full.copy_(slot.in_flat(flat))

@@ -87,6 +87,20 @@ def clip_by_norm(
 
 
 @torch.no_grad()
+def unscale(
+    slots: Sequence[ParameterSlot], collectives: Collectives, inv_scale: Tensor, found_inf: Tensor
+) -> None:
+    """Multiply gradients by ``inv_scale``; set ``found_inf`` to 1 if any rank's are not finite."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for grad in _grads(slots):
+        if grad.numel():
+            by_dtype.setdefault(grad.dtype, []).append(grad)
+    for grads in by_dtype.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+    collectives.maximum(found_inf, "maximum of overflows").wait()
+
+
+@torch.no_grad()
 def clip_by_value(slots: Sequence[ParameterSlot], limit: float) -> None:
     """Clamp every element of the gradients to ``[-limit, limit]``."""
     for grad in _grads(slots):

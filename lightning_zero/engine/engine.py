@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,9 +15,11 @@ from torch.distributed import ProcessGroup
 from torch.nn.parameter import is_lazy
 
 from lightning_zero.engine import clipping
+from lightning_zero.engine.autocast import lowered_parameters, watched_parameters
 from lightning_zero.engine.buffers import BufferSync
 from lightning_zero.engine.collectives import Collectives
 from lightning_zero.engine.flags import GradientFlags
+from lightning_zero.engine.numerics import Numerics
 from lightning_zero.engine.optimizer import OptimizerSharding, ShardedOptimizer, check_optimizer
 from lightning_zero.engine.parameter import ZeroParameter
 from lightning_zero.engine.placement import Placement, StagePlacement, placement_of
@@ -61,6 +63,7 @@ class ZeroEngine:
             ``"elementwise"`` takes your word for it.
         reduce_every_backward: Whether a backward pass inside ``no_sync`` reduces at stages 2 and 3,
             which keeps gradients sharded; otherwise they are kept whole until the last one.
+        numerics: Dtypes other than the parameters' own.
 
     Attributes:
         units: The units, in the order of registration.
@@ -85,21 +88,28 @@ class ZeroEngine:
         stall_timeout: float = 300.0,
         optimizer_sharding: OptimizerSharding = "auto",
         reduce_every_backward: bool = True,
+        numerics: Numerics | None = None,
     ) -> None:
         placement = placement_of(stage)
         device = device or _device_of(module)
+        numerics = numerics or Numerics()
         with _same_on_all_ranks(module, group):
             check_module(module, device)
-            plans = plan_units(module, auto_wrap_policy)  # refuses a wrong policy at every stage
-        if placement.parameters is Placement.REPLICATED:
-            plans = plan_buckets(module, bucket_mb)
+            plan_units(module, auto_wrap_policy)  # refuses a wrong policy at every stage
         self.module = module
         self.stage = stage
         self.collectives = collectives_for(device, group, stall_timeout)
+        halves: set[int] = set()
         if self.collectives.world_size == 1:  # its share is the whole
             placement = replace(placement, parameters=Placement.REPLICATED)
+        else:
+            halves = _halves(module, device, numerics)
+        if placement.parameters is Placement.REPLICATED:
+            plans = plan_buckets(module, bucket_mb, halves)
+        else:
+            plans = plan_units(module, auto_wrap_policy, halves)
         self.placement = placement
-        self.units = _build_units(plans, placement, self.collectives)
+        self.units = _build_units(plans, placement, numerics, self.collectives)
         self.collectives.reserve(max((unit.shard_nbytes for unit in self.units), default=0))
         self.slots = [slot for unit in self.units for slot in unit.slots]
         self._by_param = {id(slot.param): slot for slot in self.slots}
@@ -124,6 +134,7 @@ class ZeroEngine:
             unit.settle = self.flags.settle
         if placement.parameters is Placement.SHARDED:
             self._watch_modules(plans)
+        if any(unit.shards_parameters for unit in self.units):
             self._saved = SavedParameters(self.units, self.schedule)
             self._saved.enter()
         self._watch_gradients()
@@ -168,6 +179,8 @@ class ZeroEngine:
             self._watch_gradients()
         self.schedule.finish()
         self.flags.settle()
+        for unit in self.units:
+            unit.widen_grads()
 
     def _watch_gradients(self) -> None:
         """Put hooks on parameters that have become trainable."""
@@ -230,8 +243,40 @@ class ZeroEngine:
         self.finish_gradients()
         clipping.clip_by_value(self._slots_of(params), limit)
 
+    def unscale(self, params: Iterable[nn.Parameter], inv_scale: Tensor, found_inf: Tensor) -> None:
+        """Multiply the gradients of ``params`` by the inverse of a loss scale.
+
+        Args:
+            params: The parameters.
+            inv_scale: Scalar, fp32.
+            found_inf: Scalar, fp32; set to 1 on all ranks if any rank's gradients are not finite.
+        """
+        self.finish_gradients()
+        slots = self._slots_of(params)
+        clipping.unscale(slots, self.collectives, inv_scale, found_inf)
+
+    def load_masters(self, values: Mapping[str, Tensor]) -> None:
+        """Give masters that are wider than their parameters the precision of a checkpoint.
+
+        Args:
+            values: Full values by name, on every rank; others than masters' are ignored.
+        """
+        with torch.no_grad():
+            for slot in self.slots:
+                value = values.get(slot.name)
+                if slot.unit.has_master and value is not None:
+                    slot.shard.copy_(slot.cut(value))
+
     def _slots_of(self, params: Iterable[nn.Parameter]) -> list[ParameterSlot]:
-        return [self._by_param[id(param)] for param in params]
+        found = []
+        for param in params:
+            if id(param) not in self._by_param:
+                raise ValueError(
+                    f"A parameter of shape {tuple(param.shape)} is not one of the module's, so its "
+                    "gradient is not averaged: make it an attribute of the module before training."
+                )
+            found.append(self._by_param[id(param)])
+        return found
 
     # What the module takes
 
@@ -242,8 +287,8 @@ class ZeroEngine:
     def summary(self) -> str:
         """Say in one line what was sharded."""
         numel = sum(slot.numel for slot in self.slots)
-        largest = max((unit.flat_nbytes for unit in self.units), default=0)
-        held = sum(unit.resting_nbytes for unit in self.units)
+        largest = max((unit.working.flat_nbytes for unit in self.units), default=0)
+        held = sum(buffer.resting_nbytes for unit in self.units for buffer in unit.buffers)
         return (
             f"ZeRO stage {self.stage} on {self.collectives.world_size} rank(s): "
             f"{numel / 1e6:.1f}M parameters in {len(self.units)} units, "
@@ -351,13 +396,26 @@ def _same_on_all_ranks(
             )
 
 
+def _halves(module: nn.Module, device: torch.device, numerics: Numerics) -> set[int]:
+    """Choose the parameters that get working values in half precision, by identity."""
+    if numerics.autocast is None or numerics.cast == "none":
+        return set()
+    if numerics.cast == "all":
+        chosen = watched_parameters(module)
+    else:
+        chosen = lowered_parameters(module, device, numerics.autocast)
+    return chosen & {id(p) for p in module.parameters() if p.dtype is torch.float32}
+
+
 def _build_units(
-    plans: Iterable[UnitPlan], placement: StagePlacement, collectives: Collectives
+    plans: Iterable[UnitPlan],
+    placement: StagePlacement,
+    numerics: Numerics,
+    collectives: Collectives,
 ) -> list[Unit]:
     with torch.inference_mode(False), torch.no_grad():
         return [
-            Unit(plan.name, index, plan.params, placement, collectives)
-            for index, plan in enumerate(plans)
+            Unit(plan, index, placement, numerics, collectives) for index, plan in enumerate(plans)
         ]
 
 

@@ -93,8 +93,8 @@ class ShardedOptimizer:
     def detach(self) -> None:
         """Leave the optimizer alone from now on."""
         for unit in self.show_whole():  # a step has raised: the others' parts are missing
-            if unit.is_stale_after_step:
-                unit.rest()
+            if unit.working.is_stale_after_step:
+                unit.working.rest()
         for handle in self._handles:
             handle.remove()
 
@@ -158,6 +158,8 @@ class ShardedOptimizer:
         """Show whole parameters again; return the units whose shards may have changed."""
         shown, self._shown = self._shown, []
         for slot in shown:
+            # Whatever wrote to the shard: values that autograd has saved are no longer current.
+            torch.autograd.graph.increment_version(slot.param)
             set_local_grad(slot.param, None)
             set_data(slot.param, slot.view)
             face = RestingParameter if slot.unit.shards_parameters else ZeroParameter

@@ -19,7 +19,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lightning_zero.engine.autocast import FUNCTIONS, lowered_arguments
 
 if TYPE_CHECKING:
     from lightning_zero.engine.slot import ParameterSlot
@@ -140,25 +143,60 @@ def _leaves(arguments: Iterable[Any]) -> Iterable[Any]:
             yield argument
 
 
+def _lower(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Put half-precision working values in place of the parameters that a function reads in those.
+
+    Returns:
+        The arguments, or None if it reads no such values.
+    """
+    if func in FUNCTIONS:
+        candidates: Iterable[Any] = lowered_arguments(func, args, kwargs)
+    else:
+        candidates = _leaves((args, kwargs))
+    slots = {id(leaf): leaf.zero_slot for leaf in candidates if isinstance(leaf, ZeroParameter)}
+    halves = {key: slot.half_for(func) for key, slot in slots.items()}
+    used = dict.fromkeys(half for half in halves.values() if half is not None)
+    if not used:
+        return None
+    for half in used:
+        half.use(*used)
+    values = {key: half.of(slots[key], func) for key, half in halves.items() if half is not None}
+
+    def replace(argument: Any) -> Any:
+        if type(argument) in (list, tuple):
+            return type(argument)(map(replace, argument))
+        return values.get(id(argument), argument)
+
+    return tuple(map(replace, args)), {key: replace(value) for key, value in kwargs.items()}
+
+
 def _awaken(func: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None) -> Any:
     """Run ``func`` after giving values to every resting tensor among its arguments."""
     kwargs = kwargs or {}
     if func in METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+    lowered = _lower(func, args, kwargs)
+    if lowered is not None:
+        args, kwargs = lowered
     leaves = list(_leaves((args, kwargs)))
-    units = dict.fromkeys(p.zero_slot.unit for p in leaves if isinstance(p, RestingParameter))
+    units = dict.fromkeys(p.zero_slot.unit for p in leaves if isinstance(p, ZeroParameter))
     grads = [leaf for leaf in leaves if isinstance(leaf, RestingGrad)]
     for unit in units:
         unit.use(*units)  # gathering one must not release another
     for grad in grads:
         grad.zero_slot.fill_grad(grad)
-    if not units and not grads:
+    if not units and not grads and lowered is None:
         raise RuntimeError(
             f"A sharded parameter reached {getattr(func, '__name__', func)} inside an object that "
             "cannot be searched. Pass the parameter itself, or a list, tuple or dict of them."
         )
-    return func(*args, **kwargs)
+    if any(type(leaf) is RestingParameter for leaf in leaves):  # present, but watched
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    # The one function that is given half-precision values to look up, since its table is large.
+    return result.float() if lowered is not None and func is F.embedding else result
 
 
 class RestingParameter(ZeroParameter):

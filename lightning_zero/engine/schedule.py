@@ -14,8 +14,9 @@ from functools import partial
 import torch
 from torch.autograd import Variable
 
+from lightning_zero.engine.flat import FlatBuffer, FlatState
 from lightning_zero.engine.slot import ParameterSlot
-from lightning_zero.engine.unit import Unit, UnitState
+from lightning_zero.engine.unit import Unit
 
 
 class Schedule:
@@ -23,7 +24,8 @@ class Schedule:
 
     Args:
         units: All units, in the order of first use.
-        pinned: Units that stay gathered from first use until their backward is done.
+        pinned: Units whose working values stay gathered from first use until their backward is
+            done.
         prefetch: Whether to gather the next unit of the recorded order early.
         reductions_in_flight: How many reductions may hold their buffers at a time.
         agree_on: Returns rank 0's list on every rank.
@@ -43,13 +45,15 @@ class Schedule:
         agree_on: Callable[[list[int]], list[int]],
     ) -> None:
         self._units = list(units)
-        self._pinned = set(pinned)
+        self._pinned = {unit.working for unit in pinned}
+        # A unit with half-precision working values has fp32 ones too, gathered on access.
+        self._buffers = [buffer for unit in units for buffer in unit.buffers]
         self._prefetch = prefetch
         self._limit = reductions_in_flight
         # The order of reductions is one, whatever order gradients arrive in. Until rank 0 has seen
         # one, the last units are first, and the pinned, whose last gradient comes late, at the end.
-        late = [unit for unit in units if unit in self._pinned]
-        self._reduce_order = [u for u in reversed(self._units) if u not in self._pinned] + late
+        late = [unit for unit in units if unit.working in self._pinned]
+        self._reduce_order = [u for u in reversed(self._units) if u not in late] + late
         self._completed: list[Unit] = []
         self._learned = False
         self._agree_on = agree_on
@@ -58,21 +62,23 @@ class Schedule:
         self._reported = False
         self._in_backward = False
         self._surrounded = False
-        self._active: list[Unit] = []  # entered and not left modules' units, innermost last
-        self._gathered: list[Unit] = []  # the working ones
-        self._recent: Unit | None = None
-        self._kept: Unit | None = None  # gathered for forward, kept for its backward
-        self._lingering: list[Unit] = []  # released, but somebody still looks at their storage
-        self._trace: list[Unit] = []
-        self._plans: dict[bool, list[Unit]] = {}
-        self._plan: list[Unit] = []
+        self._active: list[FlatBuffer] = []  # of entered and not left modules, innermost last
+        self._gathered: list[FlatBuffer] = []
+        self._recent: FlatBuffer | None = None
+        self._kept: FlatBuffer | None = None  # gathered for forward, kept for its backward
+        self._lingering: list[
+            FlatBuffer
+        ] = []  # released, but somebody still looks at their storage
+        self._trace: list[FlatBuffer] = []
+        self._plans: dict[bool, list[FlatBuffer]] = {}
+        self._plan: list[FlatBuffer] = []
         self._prefetch_due = False
         self._held = False
         self.blocked = False
         self.rounds = 0
         self.after_round: Callable[[], None] = lambda: None
-        for unit in units:
-            unit.use = partial(self.use, unit)
+        for buffer in self._buffers:
+            buffer.use = partial(self.use, buffer)
 
     # Forward
 
@@ -87,66 +93,66 @@ class Schedule:
         self._trace = []
         self._plan = self._plans.get(kind, [])
         self._plans[kind] = self._trace
-        for unit in self._units:
+        for buffer in (unit.working for unit in self._units):
             # Torch's layers take another way in evaluation if a parameter is not an ordinary one.
-            if unit in self._pinned or not (kind or unit.shards_parameters):
-                unit.use()
+            if buffer in self._pinned or not (kind or buffer.shards_parameters):
+                buffer.use()
 
     def end_forward(self) -> None:
         """Release what the forward pass has left, but for what its backward needs first."""
-        for unit in self._units:
-            keeps = unit in self._pinned or unit is self._kept
-            if unit.state is UnitState.GATHERING:
-                keeps = self._expects(unit)
+        for buffer in self._buffers:
+            keeps = buffer in self._pinned or buffer is self._kept
+            if buffer.state is FlatState.GATHERING:
+                keeps = self._expects(buffer)
             if not (keeps and torch.is_grad_enabled()):
-                self._release(unit)
+                self._release(buffer)
 
     def enter(self, units: Sequence[Unit]) -> None:
         """Note that the module of ``units`` begins to run."""
         for unit in units:
-            self._active.append(unit)
-            unit.use()
+            self._active.append(unit.working)
+            unit.working.use()
 
     def leave(self, units: Sequence[Unit]) -> None:
         """Note that the module of ``units`` has run."""
-        for unit in units:
-            if unit in self._active:
-                self._active.remove(unit)
-            if self._in_backward or unit in self._active or unit in self._pinned:
+        for buffer in (unit.working for unit in units):
+            if buffer in self._active:
+                self._active.remove(buffer)
+            if self._in_backward or buffer in self._active or buffer in self._pinned:
                 continue  # in backward this was a recomputation, whose own backward comes next
-            if self._expects(unit) and unit.state is UnitState.WORKING:
-                self._kept = unit  # the next to be used is this one again
-                self._advance(unit)
+            if self._expects(buffer) and buffer.state is FlatState.WORKING:
+                self._kept = buffer  # the next to be used is this one again
+                self._advance(buffer)
                 self._prefetch_next()
             else:
-                self._release(unit)
+                self._release(buffer)
 
-    def use(self, unit: Unit, *others: Unit) -> None:
-        """Make the working values of ``unit`` present, now.
+    def use(self, buffer: FlatBuffer, *others: FlatBuffer) -> None:
+        """Make the full values of ``buffer`` present, now.
 
         Args:
-            unit: The unit.
-            others: Units whose values must not be released for it.
+            buffer: A unit, or its half-precision working values.
+            others: What must not be released for it.
         """
-        if unit.state is UnitState.WORKING:
+        if buffer.state is FlatState.WORKING:
             return
-        if not unit.shards_parameters:
-            unit.gather()
+        if not buffer.shards_parameters:
+            buffer.gather()
             return
-        self._advance(unit)
+        self._advance(buffer)
         self._make_room(others)
-        unit.gather()
-        self._gathered.append(unit)
-        self._recent = unit
-        if self._in_backward and unit.missing:
+        buffer.gather()
+        self._gathered.append(buffer)
+        self._recent = buffer
+        if self._in_backward and buffer.awaits_gradients:
             self._prefetch_due = True  # once the reduction before it has given its memory back
         else:
             self._prefetch_next()
 
     def rest(self) -> None:
         """Release everything, as before an optimizer step."""
-        for unit in self._units:
-            self._release(unit)
+        for buffer in self._buffers:
+            self._release(buffer)
         self._free_lingering()
         self._recent = self._kept = None
         self._prefetch_due = False
@@ -154,18 +160,20 @@ class Schedule:
     def changed(self, units: Collection[Unit]) -> None:
         """Gather what an optimizer step has changed, in the order of forward, without waiting."""
         for unit in self._units:
-            if unit in units and unit.is_stale_after_step:
-                unit.rest()
-                unit.start_gather()
+            if unit in units:
+                unit.publish_step()
+                if unit.working.is_stale_after_step:
+                    unit.working.rest()
+                    unit.working.start_gather()
 
-    def _expects(self, unit: Unit) -> bool:
+    def _expects(self, buffer: FlatBuffer) -> bool:
         position = len(self._trace)
-        return position < len(self._plan) and self._plan[position] is unit
+        return position < len(self._plan) and self._plan[position] is buffer
 
-    def _advance(self, unit: Unit) -> None:
-        if not self._expects(unit):
+    def _advance(self, buffer: FlatBuffer) -> None:
+        if not self._expects(buffer):
             self._plan = []  # another way than last time: no more guesses until the next pass
-        self._trace.append(unit)
+        self._trace.append(buffer)
 
     def _prefetch_next(self) -> None:
         self._prefetch_due = False
@@ -173,36 +181,36 @@ class Schedule:
         if self._prefetch and position < len(self._plan):
             self._plan[position].start_gather()
 
-    def _make_room(self, others: Collection[Unit]) -> None:
+    def _make_room(self, others: Collection[FlatBuffer]) -> None:
         """Release what code that no hook sees has left gathered, but for the latest of it."""
         self._free_lingering()
-        for unit in list(self._gathered):
-            keeps = unit is self._recent or unit in self._pinned or unit in self._active
-            if not keeps and unit not in others:
-                self._release(unit)
+        for buffer in list(self._gathered):
+            keeps = buffer is self._recent or buffer in self._pinned or buffer in self._active
+            if not keeps and buffer not in others:
+                self._release(buffer)
 
     def hold(self) -> None:
         """Gather everything and release nothing until ``let_go``."""
         self._held = True
-        for unit in self._units:
-            unit.use()
+        for buffer in self._buffers:
+            buffer.use()
 
     def let_go(self) -> None:
         """Release again what is not in use."""
         self._held = False
         self.rest()
 
-    def _release(self, unit: Unit) -> None:
-        if not unit.shards_parameters or unit.state is UnitState.RESTING:
+    def _release(self, buffer: FlatBuffer) -> None:
+        if not buffer.shards_parameters or self._held:
+            buffer.keep_writes()
             return
-        if self._held:
-            unit.keep_writes()
+        if buffer.state is FlatState.RESTING:
             return
-        unit.release()
-        if unit in self._gathered:
-            self._gathered.remove(unit)
-        if not unit.free():
-            self._lingering.append(unit)
+        buffer.release()
+        if buffer in self._gathered:
+            self._gathered.remove(buffer)
+        if not buffer.free():
+            self._lingering.append(buffer)
 
     def _free_lingering(self) -> None:
         if self._lingering:
@@ -243,8 +251,8 @@ class Schedule:
         unit.missing -= 1
         if unit.missing == 0:
             self._completed.append(unit)
-            if unit not in self._active:
-                self._release(unit)
+            if unit.working not in self._active:
+                self._release(unit.working)
             self._reduce_ready()
 
     def _reduce_ready(self) -> None:

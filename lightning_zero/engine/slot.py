@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from lightning_zero.engine.layout import Slice
 from lightning_zero.engine.parameter import RestingGrad, set_local_grad
 
 if TYPE_CHECKING:
+    from lightning_zero.engine.half import HalfValues
     from lightning_zero.engine.unit import Unit
 
 _UNSHARED = 2  # what sys.getrefcount says of an object that only a local variable refers to
@@ -81,6 +83,11 @@ class ParameterSlot:
                 self.shape, self.stride, dtype=full.dtype, device=full.device
             ).copy_(full)
         return full.as_strided((self.numel,), (1,))[self.slice.start : self.slice.stop]
+
+    def half_for(self, func: Callable[..., Any]) -> HalfValues | None:
+        """Return the half-precision working values if a function, called now, is to read them."""
+        half = self.unit.half
+        return half if half is not None and half.serves(func) else None
 
     def read_grad(self) -> Tensor | None:
         """Hand out the averaged gradient, or None; its values are gathered when they are used."""

@@ -6,13 +6,15 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.collectives import Collectives, Pending
+from lightning_zero.engine.flat import FlatBuffer, FlatState
+from lightning_zero.engine.half import HalfValues
 from lightning_zero.engine.layout import FlatLayout
+from lightning_zero.engine.numerics import Numerics
 from lightning_zero.engine.parameter import (
     RestingGrad,
     RestingParameter,
@@ -23,91 +25,106 @@ from lightning_zero.engine.parameter import (
 )
 from lightning_zero.engine.placement import Placement, StagePlacement
 from lightning_zero.engine.slot import ParameterSlot
+from lightning_zero.engine.units import UnitPlan
 
 _GRADIENTS = 1 << 16  # added to a unit's tag when its gradients are gathered
 
 
-class UnitState(Enum):
-    """What the working values of a unit are, and what memory they hold."""
-
-    RESTING = "resting"
-    """Absent or stale. Sharded parameters hold no storage, unless somebody still looks at it."""
-    GATHERING = "gathering"
-    """A gather is writing into the storage."""
-    WORKING = "working"
-    """Present."""
-
-
-class Unit:
+class Unit(FlatBuffer):
     """A flat buffer of parameters of one dtype: gather, release, reduce.
 
-    *Tensor roles.* ``flat`` holds the working values and ``shard`` this rank's part of them, which
-    is the master. With replicated parameters ``shard`` is a slice of ``flat``; with sharded ones it
-    has a storage of its own and ``flat``'s is freed at rest, then comes back under the same views.
-    ``grad_flat`` holds this rank's gradients, ``grad_shard`` this rank's part of their average.
+    *Tensor roles.* ``flat`` holds the parameters' full values and ``shard`` this rank's part of
+    them. ``master`` is what the optimizer updates: ``shard`` itself, unless half-precision
+    parameters have a wider one. ``half`` are half-precision working values of fp32 parameters; the
+    fp32 values are then sharded at every stage. ``grad_flat`` holds this rank's gradients,
+    ``grad_shard`` this rank's part of their average.
 
     Args:
-        name: For messages.
+        plan: Named parameters of one dtype, in order, and whether they have half values.
         index: Position among the units, the tag of its collectives.
-        params: Named parameters of one dtype, in order.
         placement: The stage's row of the table.
+        numerics: The dtypes of the run.
         collectives: How the ranks talk.
 
     Attributes:
-        collectives: How the ranks talk.
         touched: User code got at the working values in a way that leaves no trace.
         missing: Parameters that the backward pass under way has not reported yet.
         trainable: Whether any parameter of it is trainable in the backward pass under way.
     """
 
-    flat: Tensor  # (flat_numel,), working dtype
-    shard: Tensor  # (shard_numel,), working dtype
-    grad_flat: Tensor | None  # (flat_numel,)
-    grad_shard: Tensor | None  # (shard_numel,)
+    master: Tensor  # (shard_numel,), master dtype
+    half: HalfValues | None
+    grad_flat: Tensor | None  # (flat_numel,), grad_dtype
+    grad_shard: Tensor | None  # (shard_numel,), grad_dtype until the step, then the master's
 
     def __init__(
         self,
-        name: str,
+        plan: UnitPlan,
         index: int,
-        params: Sequence[tuple[str, nn.Parameter]],
         placement: StagePlacement,
+        numerics: Numerics,
         collectives: Collectives,
     ) -> None:
-        self.name = name
+        params = plan.params
+        dtype = params[0][1].dtype
+        sharded = placement.parameters is Placement.SHARDED
+        super().__init__(
+            FlatLayout([param.numel() for _, param in params], collectives.world_size),
+            dtype,
+            sharded or plan.half,
+            collectives,
+            index,
+            f"unit {plan.name!r} (first parameter {params[0][0]!r})",
+        )
+        self.name = plan.name
         self.index = index
-        self.layout = FlatLayout([param.numel() for _, param in params], collectives.world_size)
-        self.dtype = params[0][1].dtype
-        self.shards_parameters = placement.parameters is Placement.SHARDED
         self.shards_gradients = placement.gradients is Placement.SHARDED
-        self.state = UnitState.WORKING
         self.touched = False
         self.missing = 0
         self.trainable = False
         self.grad_flat = None
         self.grad_shard = None
-        self.use: Callable[..., None] = self.gather
-        self.renewed: Callable[[], None] = lambda: None
         self.settle: Callable[[], None] = lambda: None
-        self.collectives = collectives
-        self._gathering: Pending | None = None
+        half_grads = plan.half and numerics.cast == "all"
+        self.grad_dtype = numerics.autocast if half_grads and numerics.autocast else dtype
+        self.reduce_dtype = numerics.reduce_dtype(self.grad_dtype)
+        # Replicated gradients stay visible, and autograd adds the next ones onto them in place.
+        self._adds_in_place = not self.shards_gradients and self.grad_dtype == dtype
         self._reducing: Pending | None = None
         self._average: Tensor | None = None
         self._accumulates = False
-        self._label = f"unit {name!r} (first parameter {params[0][0]!r})"
-        self._take_over(params)
+        self.half = None
+        self._take_over(params, numerics.master_dtype(dtype))
         self._know_storage()
         if self.shards_parameters:
             self.rest()
             self.free()
+        if plan.half and numerics.autocast is not None:
+            reads_all = numerics.cast == "all"
+            self.half = HalfValues(self, numerics.autocast, sharded, reads_all)
+
+    @property
+    def working(self) -> FlatBuffer:
+        """What forward passes read."""
+        return self if self.half is None else self.half
+
+    @property
+    def buffers(self) -> tuple[FlatBuffer, ...]:
+        """What holds values of its parameters."""
+        return (self,) if self.half is None else (self, self.half)
+
+    @property
+    def awaits_gradients(self) -> bool:
+        return self.missing > 0
 
     # Set-up and the way back
 
-    def _take_over(self, params: Sequence[tuple[str, nn.Parameter]]) -> None:
+    def _take_over(
+        self, params: Sequence[tuple[str, nn.Parameter]], master_dtype: torch.dtype
+    ) -> None:
         """Move rank 0's values into the flat buffer and the shard; free the original storages."""
-        layout, talk = self.layout, self.collectives
-        self.flat = torch.empty(layout.flat_numel, dtype=self.dtype, device=talk.device)
-        own = self._own(self.flat)
-        self.shard = torch.empty_like(own) if self.shards_parameters else own
+        talk = self.collectives
+        self.master = self.shard.to(master_dtype)
         self.slots = [self._slot(index, name, param) for index, (name, param) in enumerate(params)]
         if talk.rank == 0:
             self.flat.zero_()  # padding
@@ -115,9 +132,11 @@ class Unit:
                 slot.view.copy_(slot.param.detach())
         if self.shards_parameters:
             source = self.flat if talk.rank == 0 else None
-            talk.scatter(source, self.shard, f"the initial values of {self._label}")
+            talk.scatter(source, self.shard, f"the initial values of {self.label}")
         else:
-            talk.broadcast(self.flat, f"the initial values of {self._label}")
+            talk.broadcast(self.flat, f"the initial values of {self.label}")
+        if self.has_master:
+            self.master.copy_(self.shard)
         for slot in self.slots:
             slot.param.grad = None
             set_data(slot.param, slot.view)
@@ -139,7 +158,7 @@ class Unit:
             stride=stride,
             slice=part,
             view=self.flat.as_strided(param.shape, stride, offset),
-            shard=self.shard[part.shard_start : part.shard_stop],
+            shard=self.master[part.shard_start : part.shard_stop],
             original_class=type(param),
         )
 
@@ -160,7 +179,7 @@ class Unit:
 
         def refuse(*_: Unit) -> None:
             raise RuntimeError(
-                f"The values of {self._label} are spread over the ranks, and the run that could "
+                f"The values of {self.label} are spread over the ranks, and the run that could "
                 "gather them ended with an error. Load them from a checkpoint."
             )
 
@@ -174,32 +193,18 @@ class Unit:
             set_data(slot.param, full.copy_(slot.view))
             del slot.param.zero_slot  # type: ignore[attr-defined]
             slot.view = slot.shard = slot.view.new_empty(0)
-        self.state = UnitState.RESTING
-        self.grad_flat = self.grad_shard = None
+        self.state = FlatState.RESTING
+        self.grad_flat = self.grad_shard = self.half = None
         # Each storage goes with the last tensor that shares it.
-        self.flat = self.shard = self.flat.new_empty(0)
+        self.flat = self.shard = self.master = self.flat.new_empty(0)
         self._know_storage()
 
     def collect_master(self) -> Tensor | None:
         """Return the whole master, flat, on rank 0 and None on the others."""
-        if not self.shards_parameters:
+        if not self.shards_parameters and not self.has_master:
             self.gather()
             return self.flat if self.collectives.rank == 0 else None
-        return self.collect(self.shard, f"values of {self._label}")
-
-    def collect(self, shard: Tensor, label: str) -> Tensor | None:
-        """Return the shards of all ranks in the unit's layout, flat, on rank 0, None on others."""
-        return self.collectives.collect(shard, label)
-
-    @property
-    def flat_nbytes(self) -> int:
-        """Bytes of the working values of the whole unit."""
-        return self.layout.flat_numel * self.dtype.itemsize
-
-    @property
-    def shard_nbytes(self) -> int:
-        """Bytes of this rank's part of them."""
-        return self.layout.shard_numel * self.dtype.itemsize
+        return self.collectives.collect(self.master, f"values of {self.label}")
 
     def ready_for_step(self) -> None:
         """Make sure that the optimizer may write to the shard."""
@@ -207,99 +212,54 @@ class Unit:
             self.gather()  # the last step's new values may still be on their way
         self.collectives.await_readers(self.shard)
 
+    def publish_step(self) -> None:
+        """Carry what an optimizer step has made of the master to where others gather it from."""
+        if self.has_master:
+            self.shard.copy_(self.master)
+        if self.half is not None:
+            self.half.renew_shard()
+
     @property
-    def resting_nbytes(self) -> int:
-        """Bytes of parameters that this rank holds between uses."""
-        return self.flat_nbytes // (self.collectives.world_size if self.shards_parameters else 1)
+    def has_master(self) -> bool:
+        """Whether the master is more than the parameters' own shard."""
+        return self.master.dtype != self.dtype
 
-    # Working values
+    # Faces of the full values
 
-    def start_gather(self) -> None:
-        """Ask for the working values; ``gather`` waits for them."""
-        if self.state is not UnitState.RESTING:
-            return
-        if not self.collectives.fills_late:
-            self._make_storage()
-        self._gathering = self.collectives.gather(
-            self.flat.data, self.shard.data, f"gather of {self._label}", self.index
-        )
-        self.state = UnitState.GATHERING
-
-    def gather(self) -> None:
-        """Make the working values present."""
-        if self.state is UnitState.WORKING:
-            return
-        self.start_gather()
-        self._make_storage()
-        assert self._gathering is not None
-        self._gathering.wait()
-        self._gathering = None
-        self.state = UnitState.WORKING
+    def _became_present(self) -> None:
         self.touched = False
+        watched = self.half is not None and self.half.reads_all
         for slot in self.slots:
-            slot.param.__class__ = ZeroParameter
+            # A function that is to read half-precision values must be seen even now.
+            slot.param.__class__ = RestingParameter if watched else ZeroParameter
             slot.version = slot.param._version
 
-    def _make_storage(self) -> None:
-        if self._storage.nbytes() == 0:
-            self._storage.resize_(self.flat_nbytes)
-
-    def release(self) -> None:
-        """Declare the working values absent and free their storage if nobody else looks at it."""
-        if self.state is UnitState.GATHERING:
-            self.gather()
-        if self.state is UnitState.WORKING:
-            self.keep_writes()
-            self.rest()
-        self.free()
-
     def rest(self) -> None:
-        """Let every next access gather first."""
-        self.state = UnitState.RESTING
+        super().rest()
         for slot in self.slots:
             slot.param.__class__ = RestingParameter
 
-    @property
-    def is_stale_after_step(self) -> bool:
-        """Whether working values stay present over a step and then lack the other ranks' part."""
-        return not self.shards_parameters and self.collectives.world_size > 1
-
-    def free(self) -> bool:
-        """Free the storage of absent working values, unless a tensor of somebody else shares it.
-
-        Such a tensor may be a view in a local variable, or one that a recomputation has saved. The
-        decision to gather again never depends on it, since it may differ between the ranks.
-        """
-        if not self.shards_parameters or self.state is not UnitState.RESTING:
-            return True
-        if torch._C._storage_Use_Count(self._storage._cdata) > self._own_aliases:
-            return False
-        if not self._storage.resizable():
-            self._renew()
-        self._storage.resize_(0)
-        return True
-
-    def _know_storage(self) -> None:
-        self._storage = self.flat.untyped_storage()
-        self._own_aliases = torch._C._storage_Use_Count(self._storage._cdata)
-
-    def _renew(self) -> None:
-        """Move to another storage, since numpy or shared memory has made this one unresizable."""
-        with torch.inference_mode(False):
-            self.flat = torch.empty_like(self.flat)
-            for slot in self.slots:
-                slot.view = slot.in_flat(self.flat)
-                set_data(slot.param, slot.view)
-        self._know_storage()
-        self.renewed()
+    def _renew_views(self) -> None:
+        for slot in self.slots:
+            slot.view = slot.in_flat(self.flat)
+            set_data(slot.param, slot.view)
 
     def keep_writes(self) -> None:
-        """Write what user code did to the working values back to the master."""
-        if not self.shards_parameters:
-            return  # the master is a slice of the working values
+        """Write what user code did to the full values back to the master."""
+        if self.state is not FlatState.WORKING:
+            return
+        if not self.shards_parameters and not self.has_master:
+            return  # the master is a slice of the full values
         if self.touched or any(slot.param._version != slot.version for slot in self.slots):
-            self.collectives.await_readers(self.shard)
-            self.shard.data.copy_(self._own(self.flat.data))
+            own = self.own(self.flat.data)
+            if self.has_master:  # what was not written keeps the master's precision
+                written = own != self.master.to(self.dtype)
+                self.master.copy_(torch.where(written, own, self.master))
+            if self.shards_parameters:
+                self.collectives.await_readers(self.shard)
+                self.shard.data.copy_(own)
+            if self.half is not None:
+                self.half.copy_writes()
             self.touched = False
             for slot in self.slots:
                 slot.version = slot.param._version
@@ -316,27 +276,23 @@ class Unit:
             grad = grad.to_dense()
         grad = grad.detach()  # with create_graph it has one of its own
         place = slot.in_flat(self._gradient_buffer())
-        if slot.local and self.shards_gradients:
+        if slot.local and not self._adds_in_place:
             place.add_(grad)
         elif grad.data_ptr() != place.data_ptr():  # else autograd has added onto it in place
             place.copy_(grad)
         slot.local = True
-        # Replicated gradients stay visible, and autograd adds the next ones onto them in place.
-        set_local_grad(slot.param, None if self.shards_gradients else place)
+        set_local_grad(slot.param, place if self._adds_in_place else None)
 
     def _gradient_buffer(self) -> Tensor:
         if self.grad_flat is None:
             self.grad_flat = torch.empty(
-                self.layout.flat_numel, dtype=self.dtype, device=self.flat.device
+                self.layout.flat_numel, dtype=self.grad_dtype, device=self.flat.device
             )
         elif not self.shards_gradients:
             self.finish_reduce()
-            if self.grad_shard is not None and self._own(self.grad_flat).is_set_to(self.grad_shard):
+            if self.grad_shard is not None and self.own(self.grad_flat).is_set_to(self.grad_shard):
                 self.grad_shard = self.grad_shard.clone()  # the last average lies in the way
         return self.grad_flat
-
-    def _own(self, flat: Tensor) -> Tensor:
-        return flat.view(self.collectives.world_size, -1)[self.collectives.rank]
 
     def start_reduce(self) -> None:
         """Ask for the average of the gradients; ``finish_reduce`` waits for it."""
@@ -350,20 +306,27 @@ class Unit:
             slot.has_grad |= slot.local
             slot.local = False
         base = None
-        if not self.shards_gradients:
-            out = self._own(flat)
-            base = self.grad_shard if accumulates else None
+        if self.reduce_dtype != self.grad_dtype:
+            flat = flat.to(self.reduce_dtype)
+        if not self.shards_gradients and accumulates:
+            assert self.grad_shard is not None
+            base = self.grad_shard.to(self.reduce_dtype)
+        if flat is self.grad_flat and not self.shards_gradients:
+            out = self.own(flat)
             self.grad_shard = None
-        elif accumulates or self.grad_shard is None:
-            out = torch.empty_like(self.shard)
         else:
-            out = self.grad_shard
-        if self.shards_gradients:
             self.grad_flat = None  # the collective keeps it as long as it needs it
+            out = self._room_for_average(accumulates)
         self._accumulates = accumulates and base is None
         self._average = out
-        label = f"reduce of {self._label}"
+        label = f"reduce of {self.label}"
         self._reducing = self.collectives.reduce(flat, out, label, self.index, base)
+
+    def _room_for_average(self, accumulates: bool) -> Tensor:
+        last = self.grad_shard
+        if accumulates or last is None or last.dtype != self.reduce_dtype:
+            return self.shard.new_empty(self.layout.shard_numel, dtype=self.reduce_dtype)
+        return last
 
     def _make_room_for_average(self) -> bool:
         """Prepare the gradient shard for another average; say whether it holds one already."""
@@ -387,15 +350,20 @@ class Unit:
             assert self.grad_shard is not None
             self.grad_shard.add_(self._average)
         else:
-            self.grad_shard = self._average
+            self.grad_shard = self._average.to(self.grad_dtype)
         self._average = None
         for slot in self.slots:
             slot.reduced |= slot.has_grad or slot.param.requires_grad
 
+    def widen_grads(self) -> None:
+        """Give the average the master's dtype, as the step is about to use it."""
+        if self.grad_shard is not None:
+            self.grad_shard = self.grad_shard.to(self.master.dtype)
+
     def hold_grad_shard(self) -> None:
         """Make sure that there is a gradient shard to write to."""
         if self.grad_shard is None:
-            self.grad_shard = torch.zeros_like(self.shard)
+            self.grad_shard = torch.zeros_like(self.master)
 
     def clear_grads(self) -> None:
         """Forget all gradients."""
@@ -415,7 +383,7 @@ class Unit:
         """Gather the averaged gradients into the tensors that were handed out for them."""
         assert self.grad_shard is not None
         flat = self.grad_shard.new_empty(self.layout.flat_numel)
-        label = f"gradients of {self._label}"
+        label = f"gradients of {self.label}"
         tag = self.index + _GRADIENTS
         self.collectives.gather(flat, self.grad_shard, label, tag).wait()
         self.collectives.await_readers(self.grad_shard)

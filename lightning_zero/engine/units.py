@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,36 +40,42 @@ class UnitPlan:
         name: The module's name, or the bucket's.
         module: The module whose forward uses them, if there is one; the root for what is left over.
         params: Named parameters of one dtype and trainability, each under its first name.
+        half: Whether forward passes read them in half precision.
     """
 
     name: str
     module: nn.Module | None
     params: tuple[tuple[str, nn.Parameter], ...]
+    half: bool = False
 
 
-def plan_buckets(module: nn.Module, bucket_mb: float) -> list[UnitPlan]:
+def plan_buckets(
+    module: nn.Module, bucket_mb: float, halves: Container[int] = ()
+) -> list[UnitPlan]:
     """Fill units of about ``bucket_mb`` megabytes with parameters in the order of registration.
 
     The units come in the order of forward use; the last is the first to be complete in backward, so
-    buckets are filled from the end.
+    buckets are filled from the end. For ``halves`` see ``plan_units``.
     """
     limit = bucket_mb * 2**20
     plans: list[UnitPlan] = []
-    for kind in _kinds(module.named_parameters()):
+    for kind, half in _kinds(module.named_parameters(), halves):
         bucket: list[tuple[str, nn.Parameter]] = []
         size = 0
         for name, param in reversed(kind):
             bucket.insert(0, (name, param))
             size += param.numel() * param.element_size()
             if size >= limit:
-                plans.append(UnitPlan(f"bucket {len(plans)}", None, tuple(bucket)))
+                plans.append(UnitPlan(f"bucket {len(plans)}", None, tuple(bucket), half))
                 bucket, size = [], 0
         if bucket:
-            plans.append(UnitPlan(f"bucket {len(plans)}", None, tuple(bucket)))
+            plans.append(UnitPlan(f"bucket {len(plans)}", None, tuple(bucket), half))
     return plans[::-1]
 
 
-def plan_units(module: nn.Module, policy: WrapPolicy) -> list[UnitPlan]:
+def plan_units(
+    module: nn.Module, policy: WrapPolicy, halves: Container[int] = ()
+) -> list[UnitPlan]:
     """Divide a module into units that are gathered and released together.
 
     Args:
@@ -78,6 +84,7 @@ def plan_units(module: nn.Module, policy: WrapPolicy) -> list[UnitPlan]:
             other large layers. ``"none"``: the whole module is one unit. ``"layers"``: every module
             that holds parameters. Class names, classes, ``ModuleWrapPolicy`` or a function
             ``(module, recurse, nonwrapped_numel) -> bool``: the modules that they choose.
+        halves: Parameters that forward passes read in half precision, by identity.
 
     Returns:
         Units in the order of registration, the root's first.
@@ -96,14 +103,20 @@ def plan_units(module: nn.Module, policy: WrapPolicy) -> list[UnitPlan]:
     order = {id(child): position for position, child in enumerate(module.modules())}
     plans = []
     for unit in sorted([*chosen, module], key=lambda unit: order[id(unit)]):
-        kinds = _kinds(members.get(id(unit), ()))
-        for kind in kinds:
+        kinds = _kinds(members.get(id(unit), ()), halves)
+        for kind, half in kinds:
             name = names[id(unit)] or "root"
             if len(kinds) > 1:
-                dtype = str(kind[0][1].dtype).removeprefix("torch.")
-                name += f" ({dtype}{'' if kind[0][1].requires_grad else ', frozen'})"
-            plans.append(UnitPlan(name, unit, tuple(kind)))
+                name += f" ({_describe(kind[0][1], half)})"
+            plans.append(UnitPlan(name, unit, tuple(kind), half))
     return plans
+
+
+def _describe(param: nn.Parameter, half: bool) -> str:
+    words = ["half" if half else str(param.dtype).removeprefix("torch.")]
+    if not param.requires_grad:
+        words.append("frozen")
+    return ", ".join(words)
 
 
 def _innermost(name: str, chosen: dict[str, nn.Module], root: nn.Module) -> nn.Module:
@@ -116,13 +129,14 @@ def _innermost(name: str, chosen: dict[str, nn.Module], root: nn.Module) -> nn.M
 
 
 def _kinds(
-    params: Iterable[tuple[str, nn.Parameter]],
-) -> list[list[tuple[str, nn.Parameter]]]:
-    """Divide parameters by dtype and trainability, which one flat buffer shares."""
-    kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    params: Iterable[tuple[str, nn.Parameter]], halves: Container[int]
+) -> list[tuple[list[tuple[str, nn.Parameter]], bool]]:
+    """Divide parameters by what one flat buffer shares; say of each kind whether it has halves."""
+    kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, param in params:
-        kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param))
-    return list(kinds.values())
+        kind = (param.dtype, param.requires_grad, id(param) in halves)
+        kinds.setdefault(kind, []).append((name, param))
+    return [(members, half) for (_, _, half), members in kinds.items()]
 
 
 def _chosen(module: nn.Module, policy: Any) -> Iterator[nn.Module]:
