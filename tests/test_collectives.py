@@ -282,7 +282,7 @@ def test_sum_and_maximum_combine_small_tensors(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_traffic_counts_the_elements_that_a_rank_sends(world_size: int) -> None:
+def test_traffic_counts_the_bytes_that_a_rank_sends(world_size: int) -> None:
     def body(rank: int, world_size: int) -> None:
         for talk in every_way(rank, world_size):
             before = (talk.traffic.gather, talk.traffic.reduce)
@@ -291,7 +291,7 @@ def test_traffic_counts_the_elements_that_a_rank_sends(world_size: int) -> None:
             talk.await_readers(shard)
             talk.reduce(torch.zeros(32 * world_size), torch.empty(32), "a test", 1).wait()
             sent = (talk.traffic.gather - before[0], talk.traffic.reduce - before[1])
-            assert sent == (16 * (world_size - 1), 32 * (world_size - 1))
+            assert sent == (64 * (world_size - 1), 128 * (world_size - 1))
             close(talk)
 
     run_ranks(body, world_size)

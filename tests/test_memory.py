@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.engine import engine as engine_module
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.numerics import Cast, Numerics
 from ranks import run_ranks
 
 WIDTH = 128
@@ -130,6 +131,15 @@ def table(stage: int, world_size: int) -> Table:
     }[stage]
 
 
+def half_table(stage: int, world_size: int) -> Table:
+    """Look up what a stage holds with half-precision working values and fp32 masters."""
+    numel = DEPTH * LAYER / 4
+    working = numel * 2 / (world_size if stage == 3 else 1)
+    share = numel * 4 / world_size
+    counters = DEPTH * 2 * 4
+    return Table(working + share, share, 2 * share + counters)
+
+
 @dataclass
 class Step:
     """Bytes that exist during one step.
@@ -150,7 +160,11 @@ class Step:
 
 
 def train(
-    rank: int, world_size: int, stage: int, build: Callable[[], nn.Module] = Stack
+    rank: int,
+    world_size: int,
+    stage: int,
+    build: Callable[[], nn.Module] = Stack,
+    numerics: Numerics | None = None,
 ) -> tuple[int, list[Step]]:
     """Train for three steps; return the bytes at rest before them, and those of each step."""
     generator = torch.Generator().manual_seed(rank)
@@ -158,7 +172,13 @@ def train(
     steps = []
     with LiveStorages(*batches) as live:
         module = build()
-        engine = ZeroEngine(module, stage=stage, auto_wrap_policy="layers", bucket_mb=LAYER / 2**20)
+        engine = ZeroEngine(
+            module,
+            stage=stage,
+            auto_wrap_policy="layers",
+            bucket_mb=LAYER / 2**20,
+            numerics=numerics,
+        )
         assert [unit.flat_nbytes for unit in engine.units] == [LAYER] * DEPTH
         at_rest = live.total()
         optimizer = torch.optim.Adam(module.parameters())
@@ -167,7 +187,7 @@ def train(
             optimizer.zero_grad()
             before = live.total()
             live.restart()
-            with engine.forward():
+            with engine.forward(), autocast(numerics):
                 loss = module(batch)
             forward = live.peak
             live.restart()
@@ -179,6 +199,43 @@ def train(
             optimizer.step()
             steps.append(Step(before, forward, backward, live.peak, live.total()))
     return at_rest, steps
+
+
+def autocast(numerics: Numerics | None) -> torch.autocast:
+    """Make the context of a forward pass."""
+    dtype = None if numerics is None else numerics.autocast
+    return torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("cast", ["auto", "all"])
+def test_half_precision_working_values_take_two_bytes_beside_sharded_masters(
+    cast: Cast, stage: int, world_size: int
+) -> None:
+    expected = half_table(stage, world_size)
+    numerics = Numerics(autocast=torch.bfloat16, cast=cast)
+    for at_rest, steps in run_ranks(train, world_size, stage, numerics=numerics):
+        assert_at_rest(at_rest, expected.parameters, world_size)
+        for step in steps:
+            assert_at_rest(step.after, expected.total, world_size)
+            assert step.forward <= expected.total + 3 * LAYER + ACTIVATIONS
+            # Autograd holds one gradient in half precision and in fp32.
+            assert step.backward <= expected.total + 3 * LAYER + 2 * GRADIENT + ACTIVATIONS
+            assert step.step <= expected.total + 3 * LAYER
+            if cast == "all":  # 2Ψ + 2Ψ + 12Ψ/N, 2Ψ + 14Ψ/N, 16Ψ/N (arXiv 1910.02054, figure 1)
+                assert_paper(step, stage, world_size)
+
+
+def assert_paper(step: Step, stage: int, world_size: int) -> None:
+    """Assert that a backward pass fits in the paper's bytes, a few units aside."""
+    numel = DEPTH * LAYER / 4
+    grads = 2 / (1 if stage == 1 else world_size)
+    params = 2 / (world_size if stage == 3 else 1)
+    paper = numel * (params + grads + 12 / world_size)
+    assert step.backward <= paper + 3 * LAYER + 2 * GRADIENT + ACTIVATIONS
+    if stage == 1:
+        assert step.after <= paper + LAYER + MESSAGES
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

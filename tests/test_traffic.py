@@ -14,6 +14,7 @@ from parity import Model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_zero.engine.collectives import Traffic
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.layout import ALIGNMENT
 from ranks import run_ranks
@@ -21,7 +22,7 @@ from ranks import run_ranks
 
 @dataclass(frozen=True)
 class Sent:
-    """Elements that this rank has sent during one step."""
+    """Elements of fp32 that this rank has sent during one step."""
 
     gather: int
     reduce: int
@@ -46,6 +47,11 @@ class Run:
     steps: list[Sent]
 
 
+def sent(traffic: Traffic) -> Sent:
+    """Read the counters."""
+    return Sent(traffic.gather // 4, traffic.reduce // 4)
+
+
 def run(
     rank: int,
     world_size: int,
@@ -61,7 +67,7 @@ def run(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine.attach(optimizer)
     traffic = engine.collectives.traffic
-    counts = [Sent(traffic.gather, traffic.reduce)]
+    counts = [sent(traffic)]
     generator = torch.Generator().manual_seed(rank)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -70,7 +76,7 @@ def run(
                 forward_and_backward(engine, model, generator)
         forward_and_backward(engine, model, generator)
         optimizer.step()
-        counts.append(Sent(traffic.gather, traffic.reduce))
+        counts.append(sent(traffic))
     result = Run(
         numel=sum(param.numel() for param in model.parameters()),
         params=len(list(model.parameters())),
@@ -142,7 +148,7 @@ def test_one_unit_is_gathered_once_a_step() -> None:
 
 def test_evaluation_gathers_each_unit_once_and_replicated_parameters_never() -> None:
     def body(rank: int, world_size: int) -> list[tuple[int, int]]:
-        sent = []
+        counts = []
         for stage in (1, 2, 3):
             model = parity.Blocks()
             engine = ZeroEngine(model, stage=stage)
@@ -152,14 +158,14 @@ def test_evaluation_gathers_each_unit_once_and_replicated_parameters_never() -> 
                 before = traffic.gather
                 with torch.no_grad(), engine.forward():
                     model(model.batch(generator))
-                shards = sum(unit.layout.shard_numel for unit in engine.units)
-                sent.append((traffic.gather - before, shards if stage == 3 else 0))
+                shards = sum(unit.shard_nbytes for unit in engine.units)
+                counts.append((traffic.gather - before, shards if stage == 3 else 0))
             engine.restore()
             engine.close()
-        return sent
+        return counts
 
-    for sent in run_ranks(body, 2):
-        for gathered, expected in sent:
+    for counts in run_ranks(body, 2):
+        for gathered, expected in counts:
             assert gathered == expected
 
 
@@ -168,7 +174,7 @@ def test_evaluation_on_held_parameters_sends_nothing() -> None:
         model = parity.Blocks()
         engine = ZeroEngine(model, stage=3, auto_wrap_policy="layers")
         engine.hold()
-        once = sum(unit.layout.shard_numel for unit in engine.units)
+        once = sum(unit.shard_nbytes for unit in engine.units)
         assert engine.collectives.traffic.gather == once
         generator = torch.Generator().manual_seed(rank)
         for _ in range(2):

@@ -32,7 +32,7 @@ _reduce_scatter_single: Callable[..., dist.Work] = getattr(
 
 @dataclass(slots=True)
 class Traffic:
-    """Elements that this rank has sent, by kind. Padding is included."""
+    """Bytes that this rank has sent, by kind. Padding is included."""
 
     gather: int = 0
     reduce: int = 0
@@ -82,7 +82,7 @@ class Collectives(ABC):
             label: What is gathered, for error messages.
             tag: A number per unit; ranks that gather different units never take one for another's.
         """
-        self.traffic.gather += (self.world_size - 1) * shard.numel()
+        self.traffic.gather += (self.world_size - 1) * shard.nbytes
         self.trail = (self.trail * 1_000_003 + tag + 1) % 2**31
         return self._gather(flat, shard, label, tag)
 
@@ -99,7 +99,7 @@ class Collectives(ABC):
             base: Shape ``(S,)``, an average to accumulate onto: on the CPU it is added to every
                 rank's contribution before the sum, as DDP does; under NCCL to the new average.
         """
-        self.traffic.reduce += (self.world_size - 1) * out.numel()
+        self.traffic.reduce += (self.world_size - 1) * out.nbytes
         return self._reduce(flat, out, label, tag, base)
 
     @abstractmethod

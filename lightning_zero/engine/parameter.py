@@ -162,12 +162,17 @@ def _lower(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         half.use(*used)
     values = {key: half.of(slots[key], func) for key, half in halves.items() if half is not None}
 
-    def replace(argument: Any) -> Any:
-        if type(argument) in (list, tuple):
-            return type(argument)(map(replace, argument))
-        return values.get(id(argument), argument)
+    return (
+        tuple(_replace(argument, values) for argument in args),
+        {key: _replace(argument, values) for key, argument in kwargs.items()},
+    )
 
-    return tuple(map(replace, args)), {key: replace(value) for key, value in kwargs.items()}
+
+# Not a function inside `_lower`: as it calls itself, it would be a cycle that holds the values.
+def _replace(argument: Any, values: dict[int, Tensor]) -> Any:
+    if type(argument) in (list, tuple):
+        return type(argument)(_replace(item, values) for item in argument)
+    return values.get(id(argument), argument)
 
 
 def _awaken(func: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None) -> Any:

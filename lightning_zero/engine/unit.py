@@ -311,7 +311,7 @@ class Unit(FlatBuffer):
         if not self.shards_gradients and accumulates:
             assert self.grad_shard is not None
             base = self.grad_shard.to(self.reduce_dtype)
-        if flat is self.grad_flat and not self.shards_gradients:
+        if flat is self.grad_flat and not self.shards_gradients and self.half is None:
             out = self.own(flat)
             self.grad_shard = None
         else:

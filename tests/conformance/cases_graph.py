@@ -38,7 +38,7 @@ class RoutedInsideABlock(Experts):
         for index, expert in enumerate(self.experts):
             mask = choice == index
             if mask.any():
-                out[mask] = expert(batch[mask])
+                out[mask] = expert(batch[mask]).to(out.dtype)
         return self.head(out).square().mean()
 
 

@@ -99,13 +99,14 @@ class Outcome:
     error: str | None = None
 
 
-def _run(case: type[Case], strategy: Any, world_size: int, seed: int) -> Outcome:
-    L.seed_everything(seed, verbose=False)
+def _run(case: type[Case], strategy: Any, world_size: int, precision: Any) -> Outcome:
+    L.seed_everything(1, verbose=False)
     module = case()
     settings: dict[str, Any] = dict(
         accelerator="cpu",
         devices=world_size,
         strategy=strategy,
+        precision=precision,
         max_epochs=1,
         limit_train_batches=case.batches,
         logger=False,
@@ -123,17 +124,17 @@ def _run(case: type[Case], strategy: Any, world_size: int, seed: int) -> Outcome
     return Outcome(weights, module.losses, module.seen)
 
 
-def _ranks(rank: int, world_size: int, case: type[Case]) -> dict[str, Outcome]:
+def _ranks(rank: int, world_size: int, case: type[Case], precision: Any) -> dict[str, Outcome]:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     ddp = DDPStrategy(find_unused_parameters=case.finds_unused)
-    outcomes = {"ddp": _run(case, ddp, world_size, 1)}
+    outcomes = {"ddp": _run(case, ddp, world_size, precision)}
     for stage in (1, 2, 3):
         strategy = lightning_zero.ZeroStrategy(
             stage=stage, stall_timeout=20, **{"auto_wrap_policy": "layers", **case.strategy}
         )
         try:
-            outcomes[f"zero{stage}"] = _run(case, strategy, world_size, 1)
+            outcomes[f"zero{stage}"] = _run(case, strategy, world_size, precision)
         except Exception:
             outcomes[f"zero{stage}"] = Outcome({}, [], [], traceback.format_exc())
     return outcomes
@@ -147,9 +148,11 @@ class Verdict:
     differences: list[str] = field(default_factory=list)
 
 
-def compare(case: type[Case], world_size: int = 2) -> dict[str, Verdict]:
+def compare(
+    case: type[Case], world_size: int = 2, precision: str = "32-true"
+) -> dict[str, Verdict]:
     """Run a case everywhere and say where it differs from ddp."""
-    everything = run_ranks(_ranks, world_size, case, init=False, timeout=120)
+    everything = run_ranks(_ranks, world_size, case, precision, init=False, timeout=120)
     verdicts = {f"zero{stage}": Verdict() for stage in (1, 2, 3)}
     for rank, outcomes in enumerate(everything):
         wanted = outcomes["ddp"]

@@ -13,10 +13,12 @@ import pytest
 from harness import CASES, RESULTS, compare
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", CASES)
-def test_equals_ddp_at_two_ranks(name: str) -> None:
+def test_equals_ddp_at_two_ranks(name: str, precision: str) -> None:
     case = CASES[name]
-    verdicts = RESULTS[name] = compare(case, 2)
+    verdicts = compare(case, 2, precision)
+    RESULTS[f"{name}, {precision}"] = verdicts
     for stage, verdict in verdicts.items():
         exact = int(stage[-1]) in case.exact
         limit = 0.0 if exact else 1e-5
