@@ -40,8 +40,8 @@ _METADATA_METHODS = (
     "register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset stride"
 ).split()
 _METADATA_FUNCTIONS = (
-    "empty_like full_like is_complex is_floating_point is_same_size is_tensor numel ones_like "
-    "rand_like randn_like result_type zeros_like"
+    "_has_compatible_shallow_copy_type empty_like full_like is_complex is_floating_point "
+    "is_same_size is_tensor numel ones_like rand_like randn_like result_type zeros_like"
 ).split()
 
 

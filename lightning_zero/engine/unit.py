@@ -47,6 +47,7 @@ class Unit(FlatBuffer):
         collectives: How the ranks talk.
 
     Attributes:
+        reads_half: Whether forward passes read half-precision values.
         touched: User code got at the working values in a way that leaves no trace.
         missing: Parameters that the backward pass under way has not reported yet.
         trainable: Whether any parameter of it is trainable in the backward pass under way.
@@ -93,13 +94,14 @@ class Unit(FlatBuffer):
         self._reducing: Pending | None = None
         self._average: Tensor | None = None
         self._accumulates = False
+        self.reads_half = plan.half
         self.half = None
         self._take_over(params, numerics.master_dtype(dtype))
         self._know_storage()
         if self.shards_parameters:
             self.rest()
             self.free()
-        if plan.half and numerics.autocast is not None:
+        if self.reads_half and numerics.autocast is not None:
             reads_all = numerics.cast == "all"
             self.half = HalfValues(self, numerics.autocast, sharded, reads_all)
 
