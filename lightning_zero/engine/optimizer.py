@@ -1,15 +1,18 @@
-"""Optimizers that step on shards: which may, how their parameters look, what their state is."""
+"""Optimizers that step on shards or on whole parameters: how these look, what the state is."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
+from lightning_zero.engine.collectives import Collectives
+from lightning_zero.engine.ownership import Loan, Owners
 from lightning_zero.engine.parameter import (
     RestingParameter,
     ZeroParameter,
@@ -20,43 +23,10 @@ from lightning_zero.engine.schedule import Schedule
 from lightning_zero.engine.slot import ParameterSlot
 from lightning_zero.engine.unit import Unit
 
-OptimizerSharding = Literal["auto", "elementwise"]
-
-_ELEMENTWISE = tuple(
-    getattr(optim, name)
-    for name in "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
-)
-_CLOSURE = (optim.LBFGS,)
 _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 """State of torch's elementwise optimizers that is one number per parameter, whatever its shape."""
 
 State = dict[str, Any]
-
-
-def check_optimizer(optimizer: optim.Optimizer, sharding: OptimizerSharding) -> None:
-    """Refuse an optimizer that would not compute the same on shards.
-
-    Raises:
-        NotImplementedError: If it needs more than one element at a time, as far as is known.
-    """
-    name = type(optimizer).__name__
-    if isinstance(optimizer, _CLOSURE):
-        raise NotImplementedError(
-            f"{name} evaluates its closure several times and combines all parameters, which cannot "
-            "be done on shards: use a first-order optimizer, or strategy='ddp'."
-        )
-    if sharding == "elementwise" or not any(group["params"] for group in optimizer.param_groups):
-        return
-    # A subclass counts as long as it steps as its parent does.
-    known = {inspect.unwrap(cls.step) for cls in _ELEMENTWISE}
-    if inspect.unwrap(type(optimizer).step) in known:
-        return
-    raise NotImplementedError(
-        f"{name} is not known to update each element by itself, so it might compute something else "
-        f"on shards. If it does (as {', '.join(cls.__name__ for cls in _ELEMENTWISE)} do), say so "
-        "with ZeroStrategy(optimizer_sharding='elementwise'); otherwise use one of these or "
-        "strategy='ddp'."
-    )
 
 
 class ShardedOptimizer:
@@ -122,45 +92,65 @@ class ShardedOptimizer:
 
     def _pre_step(self) -> Callable[..., Any]:
         def hook(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
+            if optimizer is not self.optimizer:
+                return _run_closure(args, kwargs)
+            if _is_nested(optimizer):
+                return args, kwargs
             args, kwargs = _run_closure(args, kwargs)
-            if optimizer is self.optimizer:
-                self._schedule.changed(self.show_whole())  # the last step may have raised
-                self._before_step()
-                self._schedule.rest()
-                self.show_shards()
+            self.recover()
+            self._before_step()
+            self._schedule.rest()
+            self.show_parts()
             return args, kwargs
 
         return hook
 
     def _post_step(self) -> Callable[..., None]:
         def hook(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if optimizer is self.optimizer:
+            if optimizer is self.optimizer and not _is_nested(optimizer):
+                self.keep_parts()
                 self._schedule.changed(self.show_whole())
 
         return hook
 
-    def show_shards(self) -> None:
+    def recover(self) -> None:
+        """Show whole parameters again if the last step has raised."""
+        self._schedule.changed(self.show_whole())
+
+    def show_parts(self) -> None:
         """Show the optimizer shards, with gradients where any rank has one."""
-        slots = [slot for slot in self.slots() if slot.has_grad]
-        for unit in dict.fromkeys(slot.unit for slot in slots):
-            unit.ready_for_step()
-        for slot in slots:
-            grad_shard = slot.unit.grad_shard
-            assert grad_shard is not None
-            slot.keep_grad()
+        for slot in self._ready():
+            assert slot.unit.grad_shard is not None
             param = slot.param
             param.__class__ = nn.Parameter  # exactly: foreach and fused variants look at the type
             set_data(param, slot.shard)
-            set_local_grad(param, slot.in_shard(grad_shard))
+            set_local_grad(param, slot.in_shard(slot.unit.grad_shard))
             self._shown.append(slot)
+
+    def _ready(self) -> list[ParameterSlot]:
+        """List the parameters that have a gradient, after getting gradients and shards ready."""
+        slots = [slot for slot in dict.fromkeys(self.slots()) if slot.has_grad]
+        for unit in dict.fromkeys(slot.unit for slot in slots):
+            unit.ready_for_step()
+        for slot in slots:
+            slot.keep_grad()
+        return slots
+
+    def keep_parts(self) -> None:
+        """Keep the values of an optimizer that has put other tensors into its parameters."""
+        for slot in self._shown:
+            data = slot.param.data
+            if data.data_ptr() != slot.shard.data_ptr():
+                slot.shard.data.copy_(data)
 
     def show_whole(self) -> set[Unit]:
         """Show whole parameters again; return the units whose shards may have changed."""
         shown, self._shown = self._shown, []
         for slot in shown:
+            face = RestingParameter if slot.unit.shards_parameters else ZeroParameter
+            slot.param.__class__ = nn.Parameter
             set_local_grad(slot.param, None)
             set_data(slot.param, slot.view)
-            face = RestingParameter if slot.unit.shards_parameters else ZeroParameter
             slot.param.__class__ = face
         return {slot.unit for slot in shown}
 
@@ -190,9 +180,15 @@ class ShardedOptimizer:
             )
         by_number = dict(zip(numbers, slots, strict=True))
         states = state_dict["state"]
-        shaped = _shaped_keys([(states[number], by_number[number]) for number in states])
-        cut = {number: _cut(state, by_number[number], shaped) for number, state in states.items()}
-        self.optimizer.load_state_dict({**state_dict, "state": cut})
+        pairs = {key: (states[key], by_number[key]) for key in states if key in by_number}
+        rest = {key: state for key, state in states.items() if key not in by_number}
+        state = {**rest, **self._keep(pairs)}
+        self.optimizer.load_state_dict({**state_dict, "state": state})
+
+    def _keep(self, pairs: Mapping[int, tuple[State, ParameterSlot]]) -> dict[int, State]:
+        """Reduce full state to what this rank keeps."""
+        shaped = _shaped_keys(list(pairs.values()))
+        return {number: _cut(state, slot, shaped) for number, (state, slot) in pairs.items()}
 
     @staticmethod
     def is_sharded(key: str, value: Any, slot: ParameterSlot) -> bool:
@@ -200,6 +196,78 @@ class ShardedOptimizer:
         return (
             isinstance(value, Tensor) and value.shape == (slot.slice.numel,) and key not in _SCALARS
         )
+
+
+class OwningOptimizer(ShardedOptimizer):
+    """Lets one optimizer step on whole parameters, each on the rank that owns it.
+
+    Args:
+        optimizer: As for ``ShardedOptimizer``.
+        slots: As for ``ShardedOptimizer``.
+        schedule: As for ``ShardedOptimizer``.
+        before_step: As for ``ShardedOptimizer``.
+        owners: Who owns what; parameters that are new to it get an owner.
+        collectives: How the ranks talk.
+    """
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        slots: Mapping[int, ParameterSlot],
+        schedule: Schedule,
+        before_step: Callable[[], None],
+        owners: Owners,
+        collectives: Collectives,
+    ) -> None:
+        self.owners = owners
+        self._rank = collectives.rank
+        self._loan = Loan(owners, collectives)
+        super().__init__(optimizer, slots, schedule, before_step)
+
+    def slots(self) -> list[ParameterSlot]:
+        """List the parameters as ``ShardedOptimizer`` does; every one of them has an owner."""
+        slots = super().slots()
+        self.owners.add(slots)  # a param group may have been added
+        return slots
+
+    def show_parts(self) -> None:
+        """Show the optimizer the parameters that this rank owns, and no gradients of others."""
+        self._shown = self._ready()
+        self._loan.take(self._shown, type(self.optimizer).__name__)
+
+    def keep_parts(self) -> None:
+        """Send the new values into all shards."""
+        self._loan.give_back(type(self.optimizer).__name__)
+
+    def _shard_state(self) -> None:
+        states = self.optimizer.state
+        for slot in self.slots():
+            if self.owners.of(slot) != self._rank:
+                states.pop(slot.param, None)
+
+    def _keep(self, pairs: Mapping[int, tuple[State, ParameterSlot]]) -> dict[int, State]:
+        return {
+            number: state
+            for number, (state, slot) in pairs.items()
+            if self.owners.of(slot) == self._rank
+        }
+
+
+def _is_nested(optimizer: optim.Optimizer) -> bool:
+    """Say whether this hook runs for a ``super().step()`` inside another step of the optimizer."""
+    steps, frame = 0, inspect.currentframe()
+    while frame is not None and steps < 2:
+        steps += _is_step(frame) and frame.f_locals["self"] is optimizer
+        frame = frame.f_back
+    return steps == 2
+
+
+def _is_step(frame: FrameType) -> bool:
+    """Say whether a frame is torch's wrapper of ``step``, which runs the hooks (as of 2.13)."""
+    code = frame.f_code
+    return code.co_filename == optim.Optimizer.profile_hook_step.__code__.co_filename and (
+        code.co_name == "wrapper" and "self" in frame.f_locals
+    )
 
 
 def _shaped_keys(pairs: Sequence[tuple[Mapping[str, Any], ParameterSlot]]) -> set[str]:
