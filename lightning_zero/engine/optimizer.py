@@ -16,6 +16,7 @@ from lightning_zero.engine.ownership import Loan, Owners
 from lightning_zero.engine.parameter import (
     RestingParameter,
     ZeroParameter,
+    local_grad,
     set_data,
     set_local_grad,
 )
@@ -115,7 +116,16 @@ class ShardedOptimizer:
 
     def recover(self) -> None:
         """Show whole parameters again if the last step has raised."""
+        if not self._shown:
+            return
+        cleared = self._cleared()
         self._schedule.changed(self.show_whole())
+        for slot in cleared:
+            slot.write_grad(None)
+
+    def _cleared(self) -> list[ParameterSlot]:
+        """List what ``zero_grad`` has cleared after a step that has raised."""
+        return [slot for slot in self._shown if local_grad(slot.param) is None]
 
     def show_parts(self) -> None:
         """Show the optimizer shards, with gradients where any rank has one."""
@@ -220,7 +230,7 @@ class OwningOptimizer(ShardedOptimizer):
         collectives: Collectives,
     ) -> None:
         self.owners = owners
-        self._rank = collectives.rank
+        self._collectives = collectives
         self._loan = Loan(owners, collectives)
         super().__init__(optimizer, slots, schedule, before_step)
 
@@ -239,18 +249,23 @@ class OwningOptimizer(ShardedOptimizer):
         """Send the new values into all shards."""
         self._loan.give_back(type(self.optimizer).__name__)
 
+    def _cleared(self) -> list[ParameterSlot]:
+        words = [self._is_mine(slot) and local_grad(slot.param) is None for slot in self._shown]
+        told = torch.tensor(words, dtype=torch.uint8, device=self._collectives.device)
+        self._collectives.maximum(told, "exchange of cleared gradients").wait()
+        return [slot for slot, yes in zip(self._shown, told.tolist(), strict=True) if yes]
+
+    def _is_mine(self, slot: ParameterSlot) -> bool:
+        return self.owners.of(slot) == self._collectives.rank
+
     def _shard_state(self) -> None:
         states = self.optimizer.state
         for slot in self.slots():
-            if self.owners.of(slot) != self._rank:
+            if not self._is_mine(slot):
                 states.pop(slot.param, None)
 
     def _keep(self, pairs: Mapping[int, tuple[State, ParameterSlot]]) -> dict[int, State]:
-        return {
-            number: state
-            for number, (state, slot) in pairs.items()
-            if self.owners.of(slot) == self._rank
-        }
+        return {number: state for number, (state, slot) in pairs.items() if self._is_mine(slot)}
 
 
 def _is_nested(optimizer: optim.Optimizer) -> bool:

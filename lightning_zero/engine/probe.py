@@ -12,7 +12,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ _KINDS = 4  # of param groups and numbers of dimensions that are tried
 _SIZES = (4, 6, 3, 2)  # of the dimensions, in order; 2 beyond
 _STEPS = 3
 _SCALES = (0.1, 100.0)  # of the gradients, below and above what anyone clips to
+_LOUDER = 7.0  # times that, for the gradients of other parameters
 _LARGE = 4096  # elements; a tensor of more is not copied for a trial
 _PLAIN = (bool, int, float, complex, str, bytes, type, type(None), torch.dtype, torch.device)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
@@ -58,17 +59,22 @@ def combines_parameters(optimizer: optim.Optimizer) -> bool:
 def _depends(optimizer: optim.Optimizer, scale: float) -> bool:
     groups = _tiny_groups(optimizer)
     count = sum(len(group["params"]) for group in groups)
-    everything = range(count)
-    together = _run(optimizer, groups, everything, scale)
-    again = _run(optimizer, groups, everything, scale)
+    together = _run(optimizer, groups, [scale] * count)
+    again = _run(optimizer, groups, [scale] * count)
     if not all(map(torch.equal, together, again)):
         raise _Unsure
-    for index in everything[::2]:  # of each kind there are two
-        alone = _run(optimizer, groups, [index], scale)[index]
-        tolerance = 1e-2 * torch.maximum(alone.abs().max(), together[index].abs().max()) + 1e-5
-        if not (alone - together[index]).abs().max() <= tolerance:
-            return True
+    for index in range(0, count, 2):  # of each kind there are two
+        for others in (_LOUDER * scale, None):
+            scales = [scale if number == index else others for number in range(count)]
+            with suppress(Exception):  # it may not like to be without gradients
+                if _differ(_run(optimizer, groups, scales)[index], together[index]):
+                    return True
     return False
+
+
+def _differ(first: Tensor, second: Tensor) -> bool:
+    tolerance = 1e-2 * torch.maximum(first.abs().max(), second.abs().max()) + 1e-5
+    return not (first - second).abs().max() <= tolerance
 
 
 def _tiny_groups(optimizer: optim.Optimizer) -> Groups:
@@ -89,9 +95,9 @@ def _tiny_groups(optimizer: optim.Optimizer) -> Groups:
 
 
 def _run(
-    optimizer: optim.Optimizer, groups: Groups, active: Sequence[int], scale: float
+    optimizer: optim.Optimizer, groups: Groups, scales: Sequence[float | None]
 ) -> list[Tensor]:
-    """Step a copy over fresh parameters, of which only the active have gradients.
+    """Step a copy over fresh parameters with gradients of these sizes, or without.
 
     Returns:
         By how much each parameter has moved.
@@ -109,9 +115,9 @@ def _run(
     before = [param.detach().clone() for param in params]
     step = _copy_of(optimizer, copies)
     for _ in range(_STEPS):
-        for index, param in enumerate(params):
-            grad = scale * draw(tuple(param.shape))
-            param.grad = grad if index in active else None
+        for param, scale in zip(params, scales, strict=True):
+            grad = draw(tuple(param.shape))
+            param.grad = None if scale is None else grad * scale
         step()
     moved = [param.detach() - old for param, old in zip(params, before, strict=True)]
     if not all(bool(move.isfinite().all()) for move in moved):
