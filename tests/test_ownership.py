@@ -16,7 +16,7 @@ from torch import nn, optim
 
 from lightning_zero.engine.kinds import needs_whole
 from lightning_zero.engine.ownership import assign
-from lightning_zero.engine.probe import combines_parameters
+from lightning_zero.engine.probe import Findings, examine
 
 sizes_of_a_group = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 10**9)), max_size=30)
 
@@ -159,11 +159,11 @@ def grouped(make: Callable[..., optim.Optimizer]) -> optim.Optimizer:
 def test_an_optimizer_that_combines_parameters_is_found_out(
     make: Callable[..., optim.Optimizer],
 ) -> None:
-    assert combines_parameters(make(params()))
-    assert combines_parameters(grouped(make))
+    assert examine(make(params())).combines
+    assert examine(grouped(make)).combines
     warming = make(params(), lr=0.0)
     optim.lr_scheduler.LambdaLR(warming, lambda step: step / 10)
-    assert combines_parameters(warming)
+    assert examine(warming).combines
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,11 @@ def test_an_optimizer_that_combines_parameters_is_found_out(
 def test_one_that_does_not_or_that_cannot_be_tried_passes(
     make: Callable[..., optim.Optimizer],
 ) -> None:
-    assert not combines_parameters(make(params()))
+    assert examine(make(params())) == Findings()
+
+
+def test_one_that_takes_gradients_for_granted_is_found_out() -> None:
+    assert examine(optimizers.Trusting(params())) == Findings(needs_grads=True)
 
 
 def test_the_trial_leaves_everything_as_it_was() -> None:
@@ -215,7 +219,7 @@ def test_the_trial_leaves_everything_as_it_was() -> None:
     expected = torch.rand(1).item(), random.random(), np.random.rand()
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(3)
-    assert not combines_parameters(optimizer)
+    assert examine(optimizer) == Findings()
     assert (torch.rand(1).item(), random.random(), np.random.rand()) == expected
     assert all(map(torch.equal, held, before))
     assert not called

@@ -139,6 +139,19 @@ def test_elementwise_ones_may_step_on_whole_parameters_too() -> None:
     assert_ddps_bits(FORCED, optimizer_sharding="whole")
 
 
+def test_one_that_takes_gradients_for_granted_trains_ddps_bits() -> None:
+    training = Whole(build=parity.Odd, make=lambda p: [optimizers.Trusting(p)], windows=(1,) * 4)
+
+    def body(rank: int, world_size: int) -> dict[Any, Trained]:
+        modes: tuple[Mode, ...] = ("ddp", 1, 2, 3)
+        return {mode: train(rank, world_size, mode, training) for mode in modes}
+
+    runs = columns(run_ranks(body, 2))
+    for stage in (1, 2, 3):
+        ours = same_on_all_ranks(runs[stage], str(stage))
+        assert_same_bits(ours.weights, runs["ddp"][0].weights, f"{stage} and ddp")
+
+
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_more_ranks_train_what_one_process_trains_but_for_rounding(world_size: int) -> None:
     """Models of three parameters too, fewer than ranks."""
@@ -416,6 +429,72 @@ def test_state_is_saved_as_one_process_has_it_and_loaded_by_any_other() -> None:
                     mine = seen["state"][number][key]
                     if isinstance(value, tuple) and value[0] != ():
                         assert mine == (*value[:2], True), (name, number, key)
+
+
+class Long(Model):
+    """A matrix that is big enough for a state of 8 bits, and what is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 128)
+        self.second = nn.Linear(128, 3)
+
+    def batch(self, generator: torch.Generator) -> Tensor:
+        return torch.randn(3, 64, generator=generator)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(batch))).square().mean()
+
+
+def test_state_may_be_of_8_bits_in_blocks() -> None:
+    make = pytest.importorskip("torchao.optim").AdamW8bit
+
+    def body(rank: int, world_size: int) -> dict[Any, Any]:
+        results: dict[Any, Any] = {}
+        with torch.compiler.set_stance("force_eager"):  # else it compiles for seconds
+            for stage in ("ddp", 1, 2, 3):
+                for saved in (None, results.get((stage, 0))):
+                    model = Whole(build=Long, make=CASES["Lamb"]).model(rank)
+                    if saved is not None:
+                        model.load_state_dict(saved[1])
+                    optimizer = make(model.parameters(), lr=1e-2)
+                    engine = None if stage == "ddp" else ZeroEngine(model, stage=stage)
+                    whole = DistributedDataParallel(model) if engine is None else None
+                    load: Any = engine.attach(optimizer) if engine else optimizer
+                    if saved is not None:
+                        load.load_state_dict(copy.deepcopy(saved[0]))
+                    for number in range(3):
+                        if engine:
+                            one_step(engine, model, optimizer, number)
+                        else:
+                            optimizer.zero_grad()
+                            whole(batch_of(model, rank, number)).backward()
+                            optimizer.step()
+                    state = optimizer_state(engine, load) if engine else optimizer.state_dict()
+                    packed = [state]
+                    torch.distributed.broadcast_object_list(packed, src=0)
+                    if engine:
+                        engine.restore()
+                        engine.close()
+                    weights = {key: value.clone() for key, value in model.state_dict().items()}
+                    results[stage, int(saved is not None)] = (copy.deepcopy(packed[0]), weights)
+        return {
+            key: ({n: unpacked(s) for n, s in state["state"].items()}, weights)
+            for key, (state, weights) in results.items()
+        }
+
+    def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
+        found = dict(state)
+        for key, value in state.items():
+            if type(value) is not Tensor:
+                found |= {f"{key} codes": value.codes, f"{key} scale": value.scale, key: None}
+        return found
+
+    for results in run_ranks(body, 2):
+        assert "exp_avg codes" in results["ddp", 0][0][0]
+        for (stage, turn), (state, weights) in results.items():
+            assert same(state, results["ddp", turn][0]), (stage, turn)
+            assert_same_bits(weights, results["ddp", turn][1], f"{stage}, {turn}")
 
 
 def test_state_lives_on_the_owner_alone() -> None:

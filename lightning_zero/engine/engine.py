@@ -24,7 +24,7 @@ from lightning_zero.engine.optimizer import OwningOptimizer, ShardedOptimizer
 from lightning_zero.engine.ownership import Owners
 from lightning_zero.engine.parameter import ZeroParameter
 from lightning_zero.engine.placement import Placement, StagePlacement, placement_of
-from lightning_zero.engine.probe import combines_parameters
+from lightning_zero.engine.probe import Findings, examine
 from lightning_zero.engine.saved import SavedParameters
 from lightning_zero.engine.schedule import Schedule
 from lightning_zero.engine.slot import ParameterSlot
@@ -213,18 +213,18 @@ class ZeroEngine:
         """
         if id(optimizer) not in self._optimizers:
             whole = needs_whole(optimizer, self._sharding)
-            if whole:
-                self._check_whole(optimizer)
+            found = self._check_whole(optimizer) if whole else Findings()
             common = (optimizer, self._by_param, self.schedule, self.finish_gradients)
             self._optimizers[id(optimizer)] = (
-                OwningOptimizer(*common, self._owners, self.collectives)
+                OwningOptimizer(*common, self._owners, self.collectives, found.needs_grads)
                 if whole
                 else ShardedOptimizer(*common)
             )
         return self._optimizers[id(optimizer)]
 
-    def _check_whole(self, optimizer: optim.Optimizer) -> None:
-        if not self.agree(not combines_parameters(optimizer)):
+    def _check_whole(self, optimizer: optim.Optimizer) -> Findings:
+        found = examine(optimizer)
+        if not self.agree(not found.combines):
             raise combining(optimizer)
         if self.collectives.rank == 0 and self._sharding == "auto":
             _log.info(
@@ -233,6 +233,7 @@ class ZeroEngine:
                 "traffic if it does; 'whole' says the same without this message.",
                 type(optimizer).__name__,
             )
+        return found
 
     def sharded(self, optimizer: optim.Optimizer) -> ShardedOptimizer | None:
         """Return what ``attach`` made of an optimizer, if it did; it outlives ``restore``."""

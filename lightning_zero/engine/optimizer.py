@@ -14,6 +14,7 @@ from torch import Tensor, nn, optim
 from lightning_zero.engine.collectives import Collectives
 from lightning_zero.engine.ownership import Loan, Owners
 from lightning_zero.engine.parameter import (
+    OwnedElsewhere,
     RestingParameter,
     ZeroParameter,
     local_grad,
@@ -218,6 +219,8 @@ class OwningOptimizer(ShardedOptimizer):
         before_step: As for ``ShardedOptimizer``.
         owners: Who owns what; parameters that are new to it get an owner.
         collectives: How the ranks talk.
+        hides: Whether to take parameters of other owners out of the groups during a step, since
+            the optimizer fails where a gradient is missing.
     """
 
     def __init__(
@@ -228,8 +231,11 @@ class OwningOptimizer(ShardedOptimizer):
         before_step: Callable[[], None],
         owners: Owners,
         collectives: Collectives,
+        hides: bool = False,
     ) -> None:
         self.owners = owners
+        self._hides = hides
+        self._hidden: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
         self._collectives = collectives
         self._loan = Loan(owners, collectives)
         super().__init__(optimizer, slots, schedule, before_step)
@@ -244,6 +250,17 @@ class OwningOptimizer(ShardedOptimizer):
         """Show the optimizer the parameters that this rank owns, and no gradients of others."""
         self._shown = self._ready()
         self._loan.take(self._shown, type(self.optimizer).__name__)
+        if self._hides:
+            for group in self.optimizer.param_groups:
+                self._hidden.append((group, group["params"]))
+                group["params"] = [p for p in group["params"] if not isinstance(p, OwnedElsewhere)]
+
+    def show_whole(self) -> set[Unit]:
+        """Show whole parameters again, in all groups, as ``ShardedOptimizer`` does."""
+        hidden, self._hidden = self._hidden, []
+        for group, params in hidden:
+            group["params"] = params
+        return super().show_whole()
 
     def keep_parts(self) -> None:
         """Send the new values into all shards."""

@@ -1,7 +1,8 @@
-"""Finds out whether an optimizer combines parameters, by letting a copy of it step on tiny ones.
+"""Finds out how an optimizer treats parameters, by letting a copy of it step on tiny ones.
 
 A rank sees only the gradients of parameters that it owns. So an optimizer whose update of one
-parameter depends on another, as by a norm over all gradients, would compute something else.
+parameter depends on another, as by a norm over all gradients, would compute something else. And
+one that takes gradients for granted must not be shown parameters without.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn, optim
@@ -44,37 +45,52 @@ class _Unsure(Exception):
     """Something stands in the way of a trial."""
 
 
-def combines_parameters(optimizer: optim.Optimizer) -> bool:
-    """Say whether an optimizer's update of one parameter was seen to depend on another one.
+class Findings(NamedTuple):
+    """What a trial has shown; neither, if the optimizer is random or cannot be tried.
 
-    False also if that cannot be found out: if the optimizer is random, or a trial fails.
+    Attributes:
+        combines: The update of one parameter depends on another one.
+        needs_grads: It fails where a parameter has no gradient.
     """
+
+    combines: bool = False
+    needs_grads: bool = False
+
+
+def examine(optimizer: optim.Optimizer) -> Findings:
+    """Let a copy of an optimizer step on a few tiny parameters."""
     with _undisturbed():
         try:
-            return any(_depends(optimizer, scale) for scale in _SCALES)
+            found = [_try(optimizer, scale) for scale in _SCALES]
         except Exception:  # whatever code of others may raise
-            return False
+            return Findings()
+        return Findings(*map(any, zip(*found, strict=True)))
 
 
-def _depends(optimizer: optim.Optimizer, scale: float) -> bool:
+def _try(optimizer: optim.Optimizer, scale: float) -> Findings:
     groups = _tiny_groups(optimizer)
     count = sum(len(group["params"]) for group in groups)
     together = _run(optimizer, groups, [scale] * count)
     again = _run(optimizer, groups, [scale] * count)
     if not all(map(torch.equal, together, again)):
         raise _Unsure
+    combines = needs_grads = False
     for index in range(0, count, 2):  # of each kind there are two
-        for others in (_LOUDER * scale, None):
-            scales = [scale if number == index else others for number in range(count)]
-            with suppress(Exception):  # it may not like to be without gradients
-                if _differ(_run(optimizer, groups, scales)[index], together[index]):
-                    return True
-    return False
+        scales: list[float | None] = [_LOUDER * scale] * count
+        scales[index] = scale
+        combines |= _differ(_run(optimizer, groups, scales)[index], together[index])
+        scales = [None] * count
+        scales[index] = scale
+        try:
+            combines |= _differ(_run(optimizer, groups, scales)[index], together[index])
+        except Exception:
+            needs_grads = True
+    return Findings(combines, needs_grads)
 
 
 def _differ(first: Tensor, second: Tensor) -> bool:
     tolerance = 1e-2 * torch.maximum(first.abs().max(), second.abs().max()) + 1e-5
-    return not (first - second).abs().max() <= tolerance
+    return bool((first - second).abs().max() > tolerance)
 
 
 def _tiny_groups(optimizer: optim.Optimizer) -> Groups:
