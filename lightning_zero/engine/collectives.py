@@ -113,8 +113,8 @@ class Collectives(ABC):
             label: What is exchanged, for error messages.
         """
         receive[self.rank].copy_(send[self.rank])
-        others = (buffer for rank, buffer in enumerate(send) if rank != self.rank)
-        self.traffic.exchange += sum(buffer.numel() * buffer.element_size() for buffer in others)
+        others = [*send[: self.rank], *send[self.rank + 1 :]]
+        self.traffic.exchange += sum(buffer.nbytes for buffer in others)
         return self._exchange(send, receive, label)
 
     @abstractmethod
@@ -430,10 +430,8 @@ class NcclCollectives(_GroupCollectives):
         self._reduce_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def _gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
-        def gather() -> None:
-            _all_gather_single(flat, shard, group=self.gather_group)
-
-        return self._run(self._gather_stream, gather, label, flat, shard)
+        work = partial(_all_gather_single, flat, shard, group=self.gather_group)
+        return self._run(self._gather_stream, work, label, flat, shard)
 
     def _reduce(
         self, flat: Tensor, out: Tensor, label: str, tag: int, base: Tensor | None
