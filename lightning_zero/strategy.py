@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint.full import module_state, optimizer_state
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.kinds import OptimizerSharding
 from lightning_zero.engine.numerics import Cast
 from lightning_zero.engine.parameter import ZeroParameter
 from lightning_zero.engine.placement import Placement, placement_of
@@ -52,8 +53,9 @@ class ZeroStrategy(DDPStrategy):
         broadcast_buffers: Whether rank 0's buffers replace the others' before forward passes.
         reduce_every_backward: Under gradient accumulation, whether stages 2 and 3 reduce every
             micro-batch (less memory) or only the last one (less traffic).
-        optimizer_sharding: ``"auto"`` refuses optimizers that are not known to update each element
-            by itself; ``"elementwise"`` declares that yours does.
+        optimizer_sharding: ``"auto"`` lets optimizers that are known to update each element by
+            itself step on shards, and every other one on whole parameters, each on one rank;
+            ``"elementwise"`` and ``"whole"`` choose one of the two for all.
         eval_weights: ``"gathered"`` keeps the weights whole during validation, test and prediction
             if they fit in half of the free memory, so that ranks may run different numbers of
             forward passes; ``"sharded"`` gathers them for each.
@@ -88,7 +90,7 @@ class ZeroStrategy(DDPStrategy):
         prefetch: bool = True,
         broadcast_buffers: bool = True,
         reduce_every_backward: bool = True,
-        optimizer_sharding: Literal["auto", "elementwise"] = "auto",
+        optimizer_sharding: OptimizerSharding = "auto",
         eval_weights: Literal["sharded", "gathered"] = "sharded",
         restore_weights: Literal["auto", "always", "never"] = "auto",
         cast: Cast = "auto",
@@ -162,7 +164,7 @@ class ZeroStrategy(DDPStrategy):
             if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
                 raise ValueError(f"{name}={number!r} must be a positive number.")
         for name, word, words in (
-            ("optimizer_sharding", optimizer_sharding, ("auto", "elementwise")),
+            ("optimizer_sharding", optimizer_sharding, ("auto", "elementwise", "whole")),
             ("eval_weights", eval_weights, ("sharded", "gathered")),
             ("restore_weights", restore_weights, ("auto", "always", "never")),
         ):

@@ -6,6 +6,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from modules import (
     outcome,
     quiet_trainer,
 )
+from optimizers import Clipping
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -78,7 +80,7 @@ def test_sizes_and_limits_that_are_not_positive_numbers_are_refused(name: str, v
 @pytest.mark.parametrize(
     ("name", "choices"),
     [
-        ("optimizer_sharding", "'auto', 'elementwise'"),
+        ("optimizer_sharding", "'auto', 'elementwise', 'whole'"),
         ("eval_weights", "'sharded', 'gathered'"),
         ("restore_weights", "'auto', 'always', 'never'"),
     ],
@@ -216,8 +218,8 @@ def test_an_optimizer_that_holds_a_foreign_parameter_is_refused(name: str, world
     )
 
 
-def test_an_optimizer_that_may_not_be_elementwise_is_refused_unless_declared() -> None:
-    class Normalised(torch.optim.Optimizer):
+def test_an_optimizer_of_unknown_kind_trains_whole_and_if_declared_on_shards() -> None:
+    class Signed(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:
             super().__init__(params, {"lr": 1e-2})
 
@@ -229,15 +231,23 @@ def test_an_optimizer_that_may_not_be_elementwise_is_refused_unless_declared() -
                     param.sub_(param.grad.sign(), alpha=group["lr"])
             return loss
 
-    def declared(rank: int, world_size: int) -> float:
-        model = Configured(Normalised)
-        strategy = ZeroStrategy(optimizer_sharding="elementwise")
-        quiet_trainer(strategy, world_size).fit(model, batches(model, 12))
-        return model.losses[-1]
+    def body(rank: int, world_size: int, strategy: Any) -> Outcome:
+        model = Configured(Signed)
+        trainer = quiet_trainer(strategy() if callable(strategy) else strategy, world_size)
+        trainer.fit(model, batches(model, 24))
+        return outcome(model, trainer)
 
-    words = ("Normalised", "optimizer_sharding='elementwise'", "ddp", "AdamW")
-    assert_refused(lambda: Configured(Normalised), lambda: "zero3", NotImplementedError, *words)
-    assert len(set(run_ranks(declared, 2, init=False))) == 2
+    expected = run_ranks(body, 2, "ddp", init=False)
+    for stage in (1, 2, 3):
+        for word in ("auto", "whole", "elementwise"):
+            make = partial(ZeroStrategy, stage=stage, optimizer_sharding=word)
+            assert_same_outcomes(run_ranks(body, 2, make, init=False), expected)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_an_optimizer_that_combines_all_parameters_is_refused(name: str) -> None:
+    words = ("Clipping", "combines all parameters", "strategy='ddp'")
+    assert_refused(lambda: Configured(Clipping), lambda: name, NotImplementedError, *words)
 
 
 # Errors of the user's own

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.collectives import Collectives, GlooCollectives, LocalCollectives
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.objects import deliver, share
 from ranks import run_ranks
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
@@ -247,6 +248,48 @@ def test_scatter_gives_every_rank_its_part_and_collect_takes_them_back(world_siz
                         assert torch.equal(collected, whole)
                     else:
                         assert collected is None
+            close(talk)
+
+    run_ranks(body, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_exchange_gives_every_rank_what_every_other_has_for_it(world_size: int) -> None:
+    def length(source: int, to: int) -> int:
+        return 0 if (source + to) % 3 == 1 else 5 * source + 3 * to + 1
+
+    def body(rank: int, world_size: int) -> None:
+        ranks = range(world_size)
+        for talk in every_way(rank, world_size):
+            for dtype in (torch.uint8, torch.float32, torch.bfloat16, torch.int64):
+                send = [torch.full((length(rank, to),), 10 * rank + to).to(dtype) for to in ranks]
+                receive = [torch.zeros(length(source, rank), dtype=dtype) for source in ranks]
+                before = talk.traffic.exchange
+                talk.exchange(send, receive, "a test").wait()
+                for source, part in enumerate(receive):
+                    assert part.tolist() == [10 * source + rank] * length(source, rank)
+                sent = sum(length(rank, to) for to in ranks if to != rank)
+                assert talk.traffic.exchange - before == sent * dtype.itemsize
+            close(talk)
+
+    run_ranks(body, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_objects_reach_rank_0_and_everybody(world_size: int) -> None:
+    def body(rank: int, world_size: int) -> None:
+        for talk in every_way(rank, world_size):
+            for source in range(world_size):
+                value = {"from": rank, "rows": [torch.arange(rank + 2), None]}
+                got = deliver(talk, value, source, "a test")
+                if rank != 0:
+                    assert got is None
+                else:
+                    assert got["from"] == source
+                    assert torch.equal(got["rows"][0], torch.arange(source + 2))
+            outlines = share(talk, torch.empty(rank, 3, device="meta"), "a test")
+            assert [tuple(each.shape) for each in outlines] == [(r, 3) for r in range(world_size)]
+            assert all(each.is_meta for each in outlines)
             close(talk)
 
     run_ranks(body, world_size)

@@ -38,6 +38,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adagrad": dict(initial_accumulator_value=0.1),  # its state is made before the first step
     "ASGD": dict(lambd=1e-2, t0=3),
     "NAdam": dict(lr=1e-3),
+    "Adafactor": dict(groups=True),  # it looks at whole parameters, and so does its state
 }
 
 

@@ -444,7 +444,7 @@ RESUMED: dict[str, dict[str, Any]] = {
     "bf16-mixed": dict(precision="bf16-mixed"),
     "bf16-mixed, all in half": dict(precision="bf16-mixed", strategy=dict(cast="all")),
     "bf16-true with masters": dict(precision="bf16-true", strategy=dict(fp32_master=True)),
-    "bf16-true": dict(precision="bf16-true"),
+    "bf16-true": dict(precision="bf16-true", make=Descending),
 }
 
 
@@ -462,13 +462,12 @@ def test_resuming_is_bit_exact(name_of: str, tmp_path: Path) -> None:
                     rank,
                     world_size,
                     stage,
-                    Slow,
                     max_epochs=epochs,
                     limit_train_batches=6,
                     ckpt_path=ckpt_path,
                     callbacks=[callback],
                     enable_checkpointing=True,
-                    **RESUMED[name_of],
+                    **{"make": Slow, **RESUMED[name_of]},
                 )
 
             def saved(name: str, stage: int = stage) -> dict[str, Tensor]:

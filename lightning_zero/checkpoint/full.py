@@ -6,13 +6,16 @@ without memory, so that code which edits a checkpoint before it is written runs 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine.collectives import Collectives
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.engine.optimizer import ShardedOptimizer
+from lightning_zero.engine.objects import deliver, share
+from lightning_zero.engine.optimizer import OwningOptimizer, ShardedOptimizer
 from lightning_zero.engine.parameter import ZeroParameter
 from lightning_zero.engine.slot import ParameterSlot
 from lightning_zero.engine.unit import Unit
@@ -52,10 +55,15 @@ def optimizer_state(engine: ZeroEngine, sharded: ShardedOptimizer) -> dict[str, 
         The state dict as DDP would save it, numbered by position in the param groups; tensors of
         parameter shape are on the CPU on rank 0 and on the meta device on others.
     """
+    sharded.recover()
     state_dict = sharded.optimizer.state_dict()
     numbers: dict[int, int] = {}
     for number, slot in enumerate(sharded.slots()):
         numbers.setdefault(id(slot), number)
+    if isinstance(sharded, OwningOptimizer):
+        owners = {numbers[id(slot)]: sharded.owners.of(slot) for slot in sharded.slots()}
+        states = _owned_states(engine.collectives, state_dict["state"], owners)
+        return {**state_dict, "state": states}
     states = {number: dict(state) for number, state in state_dict["state"].items()}
     for unit in engine.units:
         members = {numbers[id(slot)]: slot for slot in unit.slots if id(slot) in numbers}
@@ -72,6 +80,42 @@ def optimizer_state(engine: ZeroEngine, sharded: ShardedOptimizer) -> dict[str, 
             if isinstance(value, Tensor) and not value.is_meta:
                 state[key] = value.cpu()
     return {**state_dict, "state": states}
+
+
+def _owned_states(
+    collectives: Collectives, states: Mapping[Any, Any], owners: Mapping[int, int]
+) -> dict[Any, Any]:
+    """Bring the state of each parameter from its owner to rank 0, one after the other."""
+    rank = collectives.rank
+    owned = {key: state for key, state in states.items() if owners.get(key) == rank}
+    outlines = share(collectives, _moved(owned, "meta"), "names of optimizer state")
+    full = {key: state for key, state in states.items() if key not in owners}
+    for number in sorted(number for outline in outlines for number in outline):
+        owner = owners[number]
+        state = _moved(owned[number], "cpu") if rank == owner else None
+        state = deliver(collectives, state, owner, f"optimizer state {number}")
+        full[number] = state if rank == 0 else outlines[owner][number]
+    return full
+
+
+def _moved(value: Any, device: str) -> Any:
+    """Copy the tensors in a piece of state to a device."""
+    if isinstance(value, Tensor):
+        return _moved_tensor(value.detach(), device)
+    if isinstance(value, dict):
+        return {key: _moved(item, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_moved(item, device) for item in value)
+    return value
+
+
+def _moved_tensor(tensor: Tensor, device: str) -> Tensor:
+    try:
+        return tensor.to(device, copy=True)
+    except (RuntimeError, NotImplementedError, TypeError):  # a subclass that knows no other device
+        if device != "meta":
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def _fill(

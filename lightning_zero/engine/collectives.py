@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Traffic:
 
     gather: int = 0
     reduce: int = 0
+    exchange: int = 0
 
 
 class Pending(ABC):
@@ -102,8 +104,24 @@ class Collectives(ABC):
         self.traffic.reduce += (self.world_size - 1) * out.nbytes
         return self._reduce(flat, out, label, tag, base)
 
+    def exchange(self, send: list[Tensor], receive: list[Tensor], label: str) -> Pending:
+        """Give every rank a buffer of its own.
+
+        Args:
+            send: One contiguous 1-D buffer per rank, which may be empty; this rank's is copied.
+            receive: One per rank, each as long as what that rank sends here.
+            label: What is exchanged, for error messages.
+        """
+        receive[self.rank].copy_(send[self.rank])
+        others = [*send[: self.rank], *send[self.rank + 1 :]]
+        self.traffic.exchange += sum(buffer.nbytes for buffer in others)
+        return self._exchange(send, receive, label)
+
     @abstractmethod
     def _gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending: ...
+
+    @abstractmethod
+    def _exchange(self, send: list[Tensor], receive: list[Tensor], label: str) -> Pending: ...
 
     @abstractmethod
     def _reduce(
@@ -163,6 +181,9 @@ class LocalCollectives(Collectives):
             out.copy_(flat)
         return _Done()
 
+    def _exchange(self, send: list[Tensor], receive: list[Tensor], label: str) -> Pending:
+        return _Done()
+
     def scatter(self, flat: Tensor | None, out: Tensor, label: str) -> None:
         assert flat is not None
         out.copy_(flat)
@@ -215,6 +236,9 @@ def _store_of(group: ProcessGroup) -> Store:
     with suppress(AttributeError, RuntimeError):  # torch 2.13 has it, earlier ones do not
         return group.get_group_store()
     return dist.distributed_c10d._get_default_store()
+
+
+_EXCHANGE = 1 << 20  # a tag that no unit has
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -276,6 +300,16 @@ class GlooCollectives(_GroupCollectives):
             self._average(terms, out, base)
 
         return _GlooPending(self, works, label, average)
+
+    def _exchange(self, send: list[Tensor], receive: list[Tensor], label: str) -> Pending:
+        works = []
+        for distance in range(1, self.world_size):
+            to, source = self._partners(distance)
+            if send[to].numel():  # both sides know the length, so both leave an empty one out
+                works += [self._send(send[to], to, self.reduce_group, _EXCHANGE)]
+            if receive[source].numel():
+                works += [self._receive(receive[source], source, self.reduce_group, _EXCHANGE)]
+        return _GlooPending(self, works, label)
 
     def _average(self, terms: list[Tensor], out: Tensor, base: Tensor | None) -> None:
         """Average one term per rank, in rank order, into ``out``; the terms are lost."""
@@ -396,10 +430,8 @@ class NcclCollectives(_GroupCollectives):
         self._reduce_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def _gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
-        def gather() -> None:
-            _all_gather_single(flat, shard, group=self.gather_group)
-
-        return self._run(self._gather_stream, gather, label, flat, shard)
+        work = partial(_all_gather_single, flat, shard, group=self.gather_group)
+        return self._run(self._gather_stream, work, label, flat, shard)
 
     def _reduce(
         self, flat: Tensor, out: Tensor, label: str, tag: int, base: Tensor | None
@@ -415,6 +447,10 @@ class NcclCollectives(_GroupCollectives):
 
         keep = (flat, out, scratch) if base is None else (flat, out, scratch, base)
         return self._run(self._reduce_stream, reduce, label, *keep)
+
+    def _exchange(self, send: list[Tensor], receive: list[Tensor], label: str) -> Pending:
+        work = partial(dist.all_to_all, receive, send, group=self.reduce_group)
+        return self._run(self._reduce_stream, work, label, *send, *receive)
 
     def scatter(self, flat: Tensor | None, out: Tensor, label: str) -> None:
         chunks = None if flat is None else list(flat.view(self.world_size, -1).unbind())
@@ -436,10 +472,8 @@ class NcclCollectives(_GroupCollectives):
         return flat
 
     def broadcast(self, tensor: Tensor, label: str) -> None:
-        def broadcast() -> None:
-            dist.broadcast(_bytes(tensor), group=self.gather_group, group_src=0)
-
-        self._run(self._gather_stream, broadcast, label, tensor).wait()
+        work = partial(dist.broadcast, _bytes(tensor), group=self.gather_group, group_src=0)
+        self._run(self._gather_stream, work, label, tensor).wait()
 
     def sum(self, tensor: Tensor, label: str) -> Pending:
         return self._all_reduce(tensor, dist.ReduceOp.SUM, label)
@@ -448,13 +482,11 @@ class NcclCollectives(_GroupCollectives):
         return self._all_reduce(tensor, dist.ReduceOp.MAX, label)
 
     def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, label: str) -> Pending:
-        def reduce() -> None:
-            dist.all_reduce(tensor, op=op, group=self.reduce_group)
-
-        return self._run(self._reduce_stream, reduce, label, tensor)
+        work = partial(dist.all_reduce, tensor, op=op, group=self.reduce_group)
+        return self._run(self._reduce_stream, work, label, tensor)
 
     def _run(
-        self, stream: torch.cuda.Stream, work: Callable[[], None], label: str, *keep: Tensor
+        self, stream: torch.cuda.Stream, work: Callable[[], Any], label: str, *keep: Tensor
     ) -> Pending:
         self.monitor.issued(label)
         stream.wait_stream(torch.cuda.current_stream(self.device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -19,16 +20,21 @@ from lightning_zero.engine.autocast import lowered_parameters, watched_parameter
 from lightning_zero.engine.buffers import BufferSync
 from lightning_zero.engine.collectives import Collectives
 from lightning_zero.engine.flags import GradientFlags
+from lightning_zero.engine.kinds import OptimizerSharding, combining, needs_whole
 from lightning_zero.engine.numerics import Numerics
-from lightning_zero.engine.optimizer import OptimizerSharding, ShardedOptimizer, check_optimizer
+from lightning_zero.engine.optimizer import OwningOptimizer, ShardedOptimizer
+from lightning_zero.engine.ownership import Owners
 from lightning_zero.engine.parameter import ZeroParameter
 from lightning_zero.engine.placement import Placement, StagePlacement, placement_of
+from lightning_zero.engine.probe import Findings, examine
 from lightning_zero.engine.saved import SavedParameters
 from lightning_zero.engine.schedule import Schedule
 from lightning_zero.engine.slot import ParameterSlot
 from lightning_zero.engine.transport import collectives_for
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.units import UnitPlan, WrapPolicy, plan_buckets, plan_units
+
+_log = logging.getLogger("lightning_zero")
 
 
 class ZeroEngine:
@@ -59,8 +65,9 @@ class ZeroEngine:
         prefetch: Whether to gather the next unit while the one before it computes.
         broadcast_buffers: Whether rank 0's buffers replace the others' before forward passes.
         stall_timeout: Seconds that a wait for other ranks may last before it becomes an error.
-        optimizer_sharding: ``"auto"`` refuses optimizers that are not known to be elementwise;
-            ``"elementwise"`` takes your word for it.
+        optimizer_sharding: ``"auto"`` lets optimizers that are known to be elementwise step on
+            shards and every other one on whole parameters, each on the rank that owns it;
+            ``"elementwise"`` and ``"whole"`` choose one of the two for all.
         reduce_every_backward: Whether a backward pass inside ``no_sync`` reduces at stages 2 and 3,
             which keeps gradients sharded; otherwise they are kept whole until the last one.
         numerics: Dtypes other than the parameters' own.
@@ -122,6 +129,7 @@ class ZeroEngine:
         self._buffers = BufferSync(module, self.collectives, broadcast_buffers)
         self._sharding = optimizer_sharding
         self._defers = placement.gradients is Placement.REPLICATED or not reduce_every_backward
+        self._owners = Owners(self.collectives.world_size)
         self._optimizers: dict[int, ShardedOptimizer] = {}
         self.live = True
         self._abandoned = False
@@ -148,6 +156,8 @@ class ZeroEngine:
         Args:
             syncs_buffers: Whether the pass after this one begins with a broadcast of buffers.
         """
+        for sharded in self._optimizers.values():
+            sharded.recover()
         self._watch_gradients()
         self._buffers.before_forward(syncs_buffers and not self.schedule.blocked)
         self.schedule.begin_pass()
@@ -208,18 +218,35 @@ class ZeroEngine:
     # Optimizers
 
     def attach(self, optimizer: optim.Optimizer) -> ShardedOptimizer:
-        """Let an optimizer over the module's parameters step on shards from now on.
+        """Let an optimizer over the module's parameters step sharded from now on.
 
         Raises:
-            NotImplementedError: If it is not elementwise.
+            NotImplementedError: If it cannot be sharded.
             ValueError: If it holds a parameter that is not the module's.
         """
         if id(optimizer) not in self._optimizers:
-            check_optimizer(optimizer, self._sharding)
-            self._optimizers[id(optimizer)] = ShardedOptimizer(
-                optimizer, self._by_param, self.schedule, self.finish_gradients
+            whole = needs_whole(optimizer, self._sharding)
+            found = self._check_whole(optimizer) if whole else Findings()
+            common = (optimizer, self._by_param, self.schedule, self.finish_gradients)
+            self._optimizers[id(optimizer)] = (
+                OwningOptimizer(*common, self._owners, self.collectives, found.needs_grads)
+                if whole
+                else ShardedOptimizer(*common)
             )
         return self._optimizers[id(optimizer)]
+
+    def _check_whole(self, optimizer: optim.Optimizer) -> Findings:
+        found = examine(optimizer)
+        if not self.agree(not found.combines):
+            raise combining(optimizer)
+        if self.collectives.rank == 0 and self._sharding == "auto":
+            _log.info(
+                "%s is not known to update each element by itself: it steps on whole parameters, "
+                "each on one rank. ZeroStrategy(optimizer_sharding='elementwise') would save "
+                "traffic if it does; 'whole' says the same without this message.",
+                type(optimizer).__name__,
+            )
+        return found
 
     def sharded(self, optimizer: optim.Optimizer) -> ShardedOptimizer | None:
         """Return what ``attach`` made of an optimizer, if it did; it outlives ``restore``."""

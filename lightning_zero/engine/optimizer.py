@@ -1,18 +1,24 @@
-"""Optimizers that step on shards: which may, how their parameters look, what their state is."""
+"""Optimizers that step on shards or on whole parameters: how these look, what the state is."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
+from lightning_zero.engine.collectives import Collectives
+from lightning_zero.engine.ownership import Loan, Owners
 from lightning_zero.engine.parameter import (
+    OwnedElsewhere,
     RestingParameter,
     ZeroParameter,
+    local_grad,
     set_data,
     set_local_grad,
 )
@@ -20,43 +26,10 @@ from lightning_zero.engine.schedule import Schedule
 from lightning_zero.engine.slot import ParameterSlot
 from lightning_zero.engine.unit import Unit
 
-OptimizerSharding = Literal["auto", "elementwise"]
-
-_ELEMENTWISE = tuple(
-    getattr(optim, name)
-    for name in "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
-)
-_CLOSURE = (optim.LBFGS,)
 _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 """State of torch's elementwise optimizers that is one number per parameter, whatever its shape."""
 
 State = dict[str, Any]
-
-
-def check_optimizer(optimizer: optim.Optimizer, sharding: OptimizerSharding) -> None:
-    """Refuse an optimizer that would not compute the same on shards.
-
-    Raises:
-        NotImplementedError: If it needs more than one element at a time, as far as is known.
-    """
-    name = type(optimizer).__name__
-    if isinstance(optimizer, _CLOSURE):
-        raise NotImplementedError(
-            f"{name} evaluates its closure several times and combines all parameters, which cannot "
-            "be done on shards: use a first-order optimizer, or strategy='ddp'."
-        )
-    if sharding == "elementwise" or not any(group["params"] for group in optimizer.param_groups):
-        return
-    # A subclass counts as long as it steps as its parent does.
-    known = {inspect.unwrap(cls.step) for cls in _ELEMENTWISE}
-    if inspect.unwrap(type(optimizer).step) in known:
-        return
-    raise NotImplementedError(
-        f"{name} is not known to update each element by itself, so it might compute something else "
-        f"on shards. If it does (as {', '.join(cls.__name__ for cls in _ELEMENTWISE)} do), say so "
-        "with ZeroStrategy(optimizer_sharding='elementwise'); otherwise use one of these or "
-        "strategy='ddp'."
-    )
 
 
 class ShardedOptimizer:
@@ -122,47 +95,76 @@ class ShardedOptimizer:
 
     def _pre_step(self) -> Callable[..., Any]:
         def hook(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
+            if optimizer is not self.optimizer:
+                return _run_closure(args, kwargs)
+            if _is_nested(optimizer):
+                return args, kwargs
             args, kwargs = _run_closure(args, kwargs)
-            if optimizer is self.optimizer:
-                self._schedule.changed(self.show_whole())  # the last step may have raised
-                self._before_step()
-                self._schedule.rest()
-                self.show_shards()
+            self.recover()
+            self._before_step()
+            self._schedule.rest()
+            self.show_parts()
             return args, kwargs
 
         return hook
 
     def _post_step(self) -> Callable[..., None]:
         def hook(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if optimizer is self.optimizer:
+            if optimizer is self.optimizer and not _is_nested(optimizer):
+                self.keep_parts()
                 self._schedule.changed(self.show_whole())
 
         return hook
 
-    def show_shards(self) -> None:
+    def recover(self) -> None:
+        """Show whole parameters again if the last step has raised."""
+        if not self._shown:
+            return
+        cleared = self._cleared()
+        self._schedule.changed(self.show_whole())
+        for slot in cleared:
+            slot.write_grad(None)
+
+    def _cleared(self) -> list[ParameterSlot]:
+        """List what ``zero_grad`` has cleared after a step that has raised."""
+        return [slot for slot in self._shown if local_grad(slot.param) is None]
+
+    def show_parts(self) -> None:
         """Show the optimizer shards, with gradients where any rank has one."""
-        slots = [slot for slot in self.slots() if slot.has_grad]
-        for unit in dict.fromkeys(slot.unit for slot in slots):
-            unit.ready_for_step()
-        for slot in slots:
-            grad_shard = slot.unit.grad_shard
-            assert grad_shard is not None
-            slot.keep_grad()
+        for slot in self._ready():
+            assert slot.unit.grad_shard is not None
             param = slot.param
             param.__class__ = nn.Parameter  # exactly: foreach and fused variants look at the type
             set_data(param, slot.shard)
-            set_local_grad(param, slot.in_shard(grad_shard))
+            set_local_grad(param, slot.in_shard(slot.unit.grad_shard))
             self._shown.append(slot)
+
+    def _ready(self) -> list[ParameterSlot]:
+        """List the parameters that have a gradient, after getting gradients and shards ready."""
+        slots = [slot for slot in dict.fromkeys(self.slots()) if slot.has_grad]
+        for unit in dict.fromkeys(slot.unit for slot in slots):
+            unit.ready_for_step()
+        for slot in slots:
+            slot.keep_grad()
+        return slots
+
+    def keep_parts(self) -> None:
+        """Keep the values of an optimizer that has put other tensors into its parameters."""
+        for slot in self._shown:
+            data = slot.param.data
+            if data.data_ptr() != slot.shard.data_ptr():
+                slot.shard.data.copy_(data)
 
     def show_whole(self) -> set[Unit]:
         """Show whole parameters again; return the units whose shards may have changed."""
         shown, self._shown = self._shown, []
         for slot in shown:
+            face = RestingParameter if slot.unit.shards_parameters else ZeroParameter
+            slot.param.__class__ = nn.Parameter
             # Whatever wrote to the shard: values that autograd has saved are no longer current.
             torch.autograd.graph.increment_version(slot.param)
             set_local_grad(slot.param, None)
             set_data(slot.param, slot.view)
-            face = RestingParameter if slot.unit.shards_parameters else ZeroParameter
             slot.param.__class__ = face
         return {slot.unit for slot in shown}
 
@@ -192,9 +194,16 @@ class ShardedOptimizer:
             )
         by_number = dict(zip(numbers, slots, strict=True))
         states = state_dict["state"]
-        shaped = _shaped_keys([(states[number], by_number[number]) for number in states])
-        cut = {number: _cut(state, by_number[number], shaped) for number, state in states.items()}
-        self.optimizer.load_state_dict({**state_dict, "state": cut})
+        pairs = {key: (states[key], by_number[key]) for key in states if key in by_number}
+        rest = {key: state for key, state in states.items() if key not in by_number}
+        state = {**rest, **self._keep(pairs)}
+        with _as_masters(slots):
+            self.optimizer.load_state_dict({**state_dict, "state": state})
+
+    def _keep(self, pairs: Mapping[int, tuple[State, ParameterSlot]]) -> dict[int, State]:
+        """Reduce full state to what this rank keeps."""
+        shaped = _shaped_keys(list(pairs.values()))
+        return {number: _cut(state, slot, shaped) for number, (state, slot) in pairs.items()}
 
     @staticmethod
     def is_sharded(key: str, value: Any, slot: ParameterSlot) -> bool:
@@ -202,6 +211,114 @@ class ShardedOptimizer:
         return (
             isinstance(value, Tensor) and value.shape == (slot.slice.numel,) and key not in _SCALARS
         )
+
+
+class OwningOptimizer(ShardedOptimizer):
+    """Lets one optimizer step on whole parameters, each on the rank that owns it.
+
+    Args:
+        optimizer: As for ``ShardedOptimizer``.
+        slots: As for ``ShardedOptimizer``.
+        schedule: As for ``ShardedOptimizer``.
+        before_step: As for ``ShardedOptimizer``.
+        owners: Who owns what; parameters that are new to it get an owner.
+        collectives: How the ranks talk.
+        hides: Whether to take parameters of other owners out of the groups during a step, since
+            the optimizer fails where a gradient is missing.
+    """
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        slots: Mapping[int, ParameterSlot],
+        schedule: Schedule,
+        before_step: Callable[[], None],
+        owners: Owners,
+        collectives: Collectives,
+        hides: bool = False,
+    ) -> None:
+        self.owners = owners
+        self._hides = hides
+        self._hidden: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
+        self._collectives = collectives
+        self._loan = Loan(owners, collectives)
+        super().__init__(optimizer, slots, schedule, before_step)
+
+    def slots(self) -> list[ParameterSlot]:
+        """List the parameters as ``ShardedOptimizer`` does; every one of them has an owner."""
+        slots = super().slots()
+        self.owners.add(slots)  # a param group may have been added
+        return slots
+
+    def show_parts(self) -> None:
+        """Show the optimizer the parameters that this rank owns, and no gradients of others."""
+        self._shown = self._ready()
+        self._loan.take(self._shown, type(self.optimizer).__name__)
+        if self._hides:
+            for group in self.optimizer.param_groups:
+                self._hidden.append((group, group["params"]))
+                group["params"] = [p for p in group["params"] if not isinstance(p, OwnedElsewhere)]
+
+    def show_whole(self) -> set[Unit]:
+        """Show whole parameters again, in all groups, as ``ShardedOptimizer`` does."""
+        hidden, self._hidden = self._hidden, []
+        for group, params in hidden:
+            group["params"] = params
+        return super().show_whole()
+
+    def keep_parts(self) -> None:
+        """Send the new values into all shards."""
+        self._loan.give_back(type(self.optimizer).__name__)
+
+    def _cleared(self) -> list[ParameterSlot]:
+        words = [self._is_mine(slot) and local_grad(slot.param) is None for slot in self._shown]
+        told = torch.tensor(words, dtype=torch.uint8, device=self._collectives.device)
+        self._collectives.maximum(told, "exchange of cleared gradients").wait()
+        return [slot for slot, yes in zip(self._shown, told.tolist(), strict=True) if yes]
+
+    def _is_mine(self, slot: ParameterSlot) -> bool:
+        return self.owners.of(slot) == self._collectives.rank
+
+    def _shard_state(self) -> None:
+        states = self.optimizer.state
+        for slot in self.slots():
+            if not self._is_mine(slot):
+                states.pop(slot.param, None)
+
+    def _keep(self, pairs: Mapping[int, tuple[State, ParameterSlot]]) -> dict[int, State]:
+        return {number: state for number, (state, slot) in pairs.items() if self._is_mine(slot)}
+
+
+@contextmanager
+def _as_masters(slots: Iterable[ParameterSlot]) -> Generator[None, None, None]:
+    """Show parameters in their masters' dtype, which torch casts the state to that it loads."""
+    shown = [(slot, type(slot.param)) for slot in dict.fromkeys(slots) if slot.unit.has_master]
+    for slot, _ in shown:
+        slot.param.__class__ = nn.Parameter
+        set_data(slot.param, slot.shard)
+    try:
+        yield
+    finally:
+        for slot, face in shown:
+            set_data(slot.param, slot.view)
+            slot.param.__class__ = face
+
+
+def _is_nested(optimizer: optim.Optimizer) -> bool:
+    """Say whether this hook runs for a ``super().step()`` inside another step of the optimizer."""
+    steps, frame = 0, inspect.currentframe()
+    while frame is not None and steps < 2:
+        steps += _is_step(frame) and frame.f_locals["self"] is optimizer
+        frame = frame.f_back
+    return steps == 2
+
+
+def _is_step(frame: FrameType) -> bool:
+    """Say whether a frame is torch's wrapper of ``step``, which runs the hooks (as of 2.13)."""
+    code = frame.f_code
+    return code.co_filename == optim.Optimizer.profile_hook_step.__code__.co_filename and (
+        code.co_name == "wrapper" and "self" in frame.f_locals
+    )
 
 
 def _shaped_keys(pairs: Sequence[tuple[Mapping[str, Any], ParameterSlot]]) -> set[str]:
@@ -221,7 +338,10 @@ def _shaped_keys(pairs: Sequence[tuple[Mapping[str, Any], ParameterSlot]]) -> se
 
 def _cut(state: Mapping[str, Any], slot: ParameterSlot, shaped: set[str]) -> State:
     return {
-        key: slot.cut(value).clone() if key in shaped else value for key, value in state.items()
+        key: slot.cut(value).to(slot.state_dtype(value.dtype), copy=True)
+        if key in shaped
+        else value
+        for key, value in state.items()
     }
 
 

@@ -8,6 +8,8 @@ The module and the optimizer keep the user's own objects for the whole run; only
   gather is under way). Questions about shape, dtype and the like are answered at once; any other
   op gathers first and then runs.
 - *shard* (``nn.Parameter`` again): this rank's 1-D slice of the master, during optimizer steps.
+- *borrowed* (``nn.Parameter`` again): the whole master, during steps of an optimizer that needs
+  whole parameters, on the rank that owns this one; on others ``OwnedElsewhere``, without gradient.
 
 A gradient has the first two: ``p.grad`` reads as a tensor of full shape whose values (the average
 over the ranks) are gathered when something looks at them.
@@ -16,7 +18,7 @@ over the ranks) are gathered when something looks at them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -212,6 +214,43 @@ class RestingParameter(ZeroParameter):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return _awaken(func, args, kwargs)
+
+
+class OwnedElsewhere(ZeroParameter):
+    """The face, during a step, of a parameter that another rank owns: it looks unused."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        return None
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        if grad is not None:
+            self._refuse("The gradient", "set")
+
+    @grad.deleter
+    def grad(self) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs or {})
+        for leaf in _leaves((args, kwargs or {})):
+            if isinstance(leaf, OwnedElsewhere):
+                leaf._refuse("The values", "used")
+        raise RuntimeError("The values of a parameter were used without a gradient of it.")
+
+    def _refuse(self, what: str, done: str) -> NoReturn:
+        raise RuntimeError(
+            f"{what} of {self.zero_slot.name} was {done} in an optimizer step on a rank that does "
+            "not own it, where it has no gradient. An optimizer that looks at parameters without "
+            "gradient, or that spreads its work over the ranks by itself, cannot be sharded: use "
+            "strategy='ddp'."
+        )
 
 
 class RestingGrad(Tensor):

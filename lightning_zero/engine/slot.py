@@ -68,6 +68,10 @@ class ParameterSlot:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
 
+    def state_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Say in which dtype optimizer state is kept that was made in the parameter's."""
+        return self.shard.dtype if dtype == self.unit.dtype else dtype
+
     def in_flat(self, flat: Tensor) -> Tensor:
         """View this parameter's place in a buffer of the unit's layout, in full shape."""
         return flat.as_strided(self.shape, self.stride, self.offset)

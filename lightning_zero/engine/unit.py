@@ -203,7 +203,7 @@ class Unit(FlatBuffer):
 
     def collect_master(self) -> Tensor | None:
         """Return the whole master, flat, on rank 0 and None on the others."""
-        if not self.shards_parameters and not self.has_master:
+        if self.master_is_whole:
             self.gather()
             return self.flat if self.collectives.rank == 0 else None
         return self.collectives.collect(self.master, f"values of {self.label}")
@@ -225,6 +225,11 @@ class Unit(FlatBuffer):
     def has_master(self) -> bool:
         """Whether the master is more than the parameters' own shard."""
         return self.master.dtype != self.dtype
+
+    @property
+    def master_is_whole(self) -> bool:
+        """Whether the full values are the masters of all ranks, here and now."""
+        return not self.shards_parameters and not self.has_master
 
     # Faces of the full values
 
@@ -250,7 +255,7 @@ class Unit(FlatBuffer):
         """Write what user code did to the full values back to the master."""
         if self.state is not FlatState.WORKING:
             return
-        if not self.shards_parameters and not self.has_master:
+        if self.master_is_whole:
             return  # the master is a slice of the full values
         if self.touched or any(slot.param._version != slot.version for slot in self.slots):
             own = self.own(self.flat.data)
