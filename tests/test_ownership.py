@@ -142,6 +142,15 @@ class Cautious(optimizers.Clipping):
         self.param_groups = groups
 
 
+class Late(optimizers.Clipping):
+    """Combines parameters from its fifth step on."""
+
+    def update(self, param: nn.Parameter, grad: torch.Tensor, *rest: Any) -> None:
+        steps = self.state[param].setdefault("steps", 0)
+        self.state[param]["steps"] += 1
+        param.sub_(1e-2 * grad / (self.norm if steps > 4 else grad.norm()))
+
+
 class Broken(optimizers.PerParameter):
     """Fails on anything small."""
 
@@ -155,7 +164,7 @@ def grouped(make: Callable[..., optim.Optimizer]) -> optim.Optimizer:
     return make([{"params": matrices}, {"params": rest, "lr": 1e-3}])
 
 
-@pytest.mark.parametrize("make", [optimizers.Clipping, Cautious])
+@pytest.mark.parametrize("make", [optimizers.Clipping, Cautious, Late])
 def test_an_optimizer_that_combines_parameters_is_found_out(
     make: Callable[..., optim.Optimizer],
 ) -> None:

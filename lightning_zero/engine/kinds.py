@@ -26,7 +26,6 @@ _ELSEWHERE: dict[tuple[str, str], tuple[str, ...]] = {
     ("timm", "Adopt"): ("caution",),
     ("timm", "LaProp"): ("caution",),
     ("timm", "Lion"): ("caution",),
-    ("timm", "MADGRAD"): (),
     ("timm", "NAdamW"): ("caution",),
     ("timm", "RMSpropTF"): ("caution",),
     ("timm", "SGDW"): ("caution",),

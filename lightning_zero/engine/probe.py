@@ -21,7 +21,7 @@ from torch import Tensor, nn, optim
 
 _KINDS = 4  # of param groups and numbers of dimensions that are tried
 _SIZES = (4, 6, 3, 2)  # of the dimensions, in order; 2 beyond
-_STEPS = 3
+_STEPS = 6  # some combine parameters only once their norms have grown
 _SCALES = (0.1, 100.0)  # of the gradients, below and above what anyone clips to
 _LOUDER = 7.0  # times that, for the gradients of other parameters
 _LARGE = 4096  # elements; a tensor of more is not copied for a trial
