@@ -168,7 +168,8 @@ def train(
 ) -> tuple[int, list[Step]]:
     """Train for three steps; return the bytes at rest before them, and those of each step."""
     generator = torch.Generator().manual_seed(rank)
-    batches = [torch.randn(1, WIDTH, generator=generator) for _ in range(3)]
+    dtype = next(build().parameters()).dtype
+    batches = [torch.randn(1, WIDTH, generator=generator).to(dtype) for _ in range(3)]
     steps = []
     with LiveStorages(*batches) as live:
         module = build()
@@ -176,10 +177,10 @@ def train(
             module,
             stage=stage,
             auto_wrap_policy="layers",
-            bucket_mb=LAYER / 2**20,
+            bucket_mb=LAYER / 4 * dtype.itemsize / 2**20,
             numerics=numerics,
         )
-        assert [unit.flat_nbytes for unit in engine.units] == [LAYER] * DEPTH
+        assert [unit.layout.flat_numel for unit in engine.units] == [LAYER // 4] * DEPTH
         at_rest = live.total()
         optimizer = torch.optim.Adam(module.parameters())
         engine.attach(optimizer)
@@ -227,6 +228,31 @@ def test_half_precision_working_values_take_two_bytes_beside_sharded_masters(
                 assert_paper(step, stage, world_size)
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("master", [None, torch.float32])
+def test_true_half_precision_takes_two_bytes_and_its_masters_four(
+    master: torch.dtype | None, stage: int, world_size: int
+) -> None:
+    numel = DEPTH * LAYER / 4
+    width = 2 if master is None else 4
+    params = numel * 2 / (world_size if stage == 3 else 1)
+    masters = 0 if master is None else numel * 4 / world_size
+    shares = 3 * width * numel / world_size  # gradients, as the step needs them, and two states
+    counters = DEPTH * 2 * 4
+    runs = run_ranks(
+        train,
+        world_size,
+        stage,
+        build=lambda: Stack().bfloat16(),
+        numerics=Numerics(master=master),
+    )
+    for at_rest, steps in runs:
+        assert_at_rest(at_rest, params + masters, world_size)
+        for step in steps:
+            assert_at_rest(step.after, params + masters + shares + counters, world_size)
+
+
 def assert_paper(step: Step, stage: int, world_size: int) -> None:
     """Assert that a backward pass fits in the paper's bytes, a few units aside."""
     numel = DEPTH * LAYER / 4
@@ -263,7 +289,8 @@ def assert_at_rest(nbytes: float, expected: float, world_size: int) -> None:
     What the other ranks write their gradients into may be there too, less than one unit.
     """
     lent = LAYER - LAYER / world_size
-    assert any(0 <= nbytes - expected - more <= MESSAGES for more in (0, lent)), (nbytes, expected)
+    found = [0 <= nbytes - expected - more <= MESSAGES for more in (0, lent)]
+    assert any(found), (nbytes, expected)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

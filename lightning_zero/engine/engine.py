@@ -117,7 +117,7 @@ class ZeroEngine:
             plans = plan_units(module, auto_wrap_policy, halves)
         self.placement = placement
         self.units = _build_units(plans, placement, numerics, self.collectives)
-        self.collectives.reserve(max((unit.shard_nbytes for unit in self.units), default=0))
+        self.collectives.reserve(max((unit.reduced_nbytes for unit in self.units), default=0))
         self.slots = [slot for unit in self.units for slot in unit.slots]
         self._by_param = {id(slot.param): slot for slot in self.slots}
         # The left-over parameters are used between the other units, so they stay.

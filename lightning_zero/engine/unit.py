@@ -116,6 +116,11 @@ class Unit(FlatBuffer):
         return (self,) if self.half is None else (self, self.half)
 
     @property
+    def reduced_nbytes(self) -> int:
+        """Bytes of this rank's part of the gradients as they are summed."""
+        return self.layout.shard_numel * self.reduce_dtype.itemsize
+
+    @property
     def awaits_gradients(self) -> bool:
         return self.missing > 0
 
