@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint as places in files: named and measured at once, read when they are wanted.
+"""Tensors of a checkpoint as places in files: measured at once, read when they are wanted.
 
 Whatever wrote a checkpoint, its reader hands out a :class:`View` whose tensors are
 :class:`TensorEntry`. Almost always a tensor's bytes lie in a few contiguous ranges, which stream
@@ -130,7 +130,9 @@ class View:
 def from_tensor(tensor: Tensor, where: str) -> TensorEntry:
     """Make an entry of a tensor that is in memory already."""
     tensor = tensor.detach()
-    return TensorEntry(where, tuple(tensor.shape), tensor.dtype, id(tensor), _nowhere, lambda: tensor)
+    return TensorEntry(
+        where, tuple(tensor.shape), tensor.dtype, id(tensor), _nowhere, lambda: tensor
+    )
 
 
 def _nowhere() -> None:
@@ -151,7 +153,9 @@ def map_leaves(tree: Any, change: Callable[[str, Any], Any], key: str = "") -> A
         same.update(made)
         return same
     if isinstance(tree, (list, tuple)):
-        made_list = [map_leaves(v, change, f"{key}.{i}" if key else str(i)) for i, v in enumerate(tree)]
+        made_list = [
+            map_leaves(v, change, f"{key}.{i}" if key else str(i)) for i, v in enumerate(tree)
+        ]
         if hasattr(tree, "_fields"):
             return type(tree)(*made_list)
         return type(tree)(made_list) if isinstance(tree, tuple) else made_list

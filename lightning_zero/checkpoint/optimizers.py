@@ -1,4 +1,4 @@
-"""The two forms of an optimizer's state dict: by parameter name, and by number as torch keeps it."""
+"""The two forms of an optimizer's state dict: by parameter name, and by number as torch has it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _match(
                 entries[name] = value
     candidates = list(entries)
     fits = [
-        [fits_state(state.get(number, {}), entries[name].shape) for name in candidates]
+        [_fits(state.get(number, {}), entries[name].shape) for name in candidates]
         for number in numbers
     ]
     names = [candidates[position] for position in _only_way(fits, len(candidates)) or []]
@@ -87,11 +87,10 @@ def _match(
     return names
 
 
-def fits_state(state: dict[str, Any], shape: tuple[int, ...]) -> bool:
-    """Whether state could be that of a parameter of this shape: nothing is shaped otherwise."""
-    shapes = {value.shape for value in state.values() if isinstance(value, TensorEntry)}
-    full = {found for found in shapes if len(found) == len(shape) and found}
-    return not full or full == {shape}
+def _fits(state: dict[str, Any], shape: tuple[int, ...]) -> bool:
+    """Whether state can be that of a parameter of this shape."""
+    shapes = {v.shape for v in state.values() if isinstance(v, TensorEntry) and v.shape}
+    return not shapes or shape in shapes
 
 
 def _only_way(fits: list[list[bool]], columns: int) -> list[int] | None:

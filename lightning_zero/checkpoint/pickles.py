@@ -44,7 +44,7 @@ class Window(io.RawIOBase):
 
 
 class Inert:
-    """Stands in for an object whose class is not needed: it keeps its arguments and does nothing."""
+    """Stands in for an object whose class is not needed; keeps its arguments and does nothing."""
 
     def __new__(cls, *args: Any) -> Inert:
         self = super().__new__(cls)
@@ -143,8 +143,8 @@ def _placed(leaf: Any, file: str, start: int, where: str) -> Any:
     tensor = leaf.detach()
     storage: Any = tensor.untyped_storage()
     at = storage._checkpoint_offset if tensor.numel() else 0
-    whole = Segment(file, start + at, storage.nbytes())
-    first = tensor.storage_offset() * tensor.dtype.itemsize
+    whole = Segment(file, start + at, int(storage.nbytes()))
+    first = int(tensor.storage_offset()) * tensor.dtype.itemsize
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
     identity = (whole, first, shape, strides, tensor.dtype)
     nbytes = tensor.numel() * tensor.dtype.itemsize

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,9 +183,13 @@ class _Reader:
             made = {}
             for kind, value in mine.items():
                 made[kind] = value
-                if isinstance(value, TensorEntry) and value.numel == self.masters[0][number].numel:
-                    if value.shape:
-                        made[kind] = self._gather(name, self._state_vectors(inner, kind))
+                if not isinstance(value, TensorEntry):
+                    continue
+                if value.shape and value.numel == self.masters[0][number].numel:
+                    made[kind] = self._gather(name, self._state_vectors(inner, kind))
+                else:
+                    # One for the whole vector; steps that shared memory would count twice.
+                    made[kind] = replace(value, identity=(name, kind))
             states[name.removeprefix(_PREFIX)] = made
         return {"state": states, "param_groups": groups}
 
@@ -230,5 +235,3 @@ def _cut(vectors: Sequence[TensorEntry], start: int, stop: int, where: str) -> l
     if stop > 0:
         raise ValueError(f"{where}: the ranks' files end {stop} elements before it does")
     return parts
-
-

@@ -90,7 +90,7 @@ def read_safetensors(path: Path) -> View:
 
 
 def _tied(weights: dict[str, TensorEntry], ties: dict[str, str]) -> dict[str, Any]:
-    """Add the names that are only in the metadata, as safetensors' own ``save_model`` leaves them."""
+    """Add names that are only in the metadata, where safetensors' own ``save_model`` puts them."""
     for alias, name in ties.items():
         if alias not in weights and name in weights:
             weights[alias] = weights[name]

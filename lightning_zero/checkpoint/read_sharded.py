@@ -85,8 +85,8 @@ def _meta(path: Path, trust: bool) -> tuple[dict[str, Any], list[str]]:
     record = meta.get(RECORD) or {}
     if record.get("format", 1) > FORMAT:
         raise ValueError(
-            f"{file}: '{RECORD}' says format {record['format']}, and this version of lightning_zero "
-            f"knows up to {FORMAT}: update it"
+            f"{file}: '{RECORD}' says format {record['format']}, and formats up to {FORMAT} are "
+            "known: update lightning_zero"
         )
     return meta, []
 
@@ -123,7 +123,9 @@ class _Folder:
             elif isinstance(kind, BytesMetadata):
                 value = self._value(name)
             else:
-                raise ValueError(f"{self.path / METADATA_FILE}: '{name}' is neither tensor nor value")
+                raise ValueError(
+                    f"{self.path / METADATA_FILE}: '{name}' is neither tensor nor value"
+                )
             _put(tree, paths.get(name) or tuple(name.split(".", 1)), value)
         return tree
 
@@ -157,7 +159,7 @@ class _Folder:
         if covered != math.prod(shape):
             raise ValueError(
                 f"{self.path / METADATA_FILE}: the parts of '{name}' hold {covered} elements, and "
-                f"its shape {shape} has {math.prod(shape)}: a rank's part is missing, or two overlap"
+                f"its shape {shape} has {math.prod(shape)}: a part is missing, or two overlap"
             )
         # Where a lone box is moved or two names share their bytes, they are one tensor.
         identity = (*boxes, shape) if boxes else (where, shape)
@@ -209,7 +211,7 @@ class _Folder:
 def open_part(segment: Segment, where: str) -> Any:
     """Open a part's file, having checked that the part lies within it."""
     try:
-        file = open(segment.file, "rb")
+        file = open(segment.file, "rb")  # noqa: SIM115 - the caller closes it
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{segment.file} is missing, which holds {where}: copy the files of all ranks, or take "
@@ -224,9 +226,7 @@ def open_part(segment: Segment, where: str) -> Any:
     return file
 
 
-def run_start(
-    shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]
-) -> int | None:
+def run_start(shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]) -> int | None:
     """Say where a box starts in the row-major tensor, or None where it is not one run of it."""
     seen_full = True
     for full, length in zip(reversed(shape), reversed(size), strict=True):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.entries import TensorEntry
+from lightning_zero.checkpoint.pickles import Inert
 from lightning_zero.checkpoint.read_file import SAFETENSORS_DTYPES
 
 Advance = Callable[[int], object]
@@ -26,7 +27,10 @@ _DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 def write_safetensors(
-    weights: Mapping[str, TensorEntry], metadata: Mapping[str, str], file: BinaryIO, advance: Advance
+    weights: Mapping[str, TensorEntry],
+    metadata: Mapping[str, str],
+    file: BinaryIO,
+    advance: Advance,
 ) -> None:
     """Write a safetensors file: the header's length, the header, the tensors end to end."""
     # The widest dtype comes first, which keeps every tensor aligned to its own element size.
@@ -147,8 +151,13 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Tensor):
             raise ValueError(
-                f"a tensor of shape {tuple(obj.shape)} in an object of a class of its own cannot be "
+                f"a tensor of shape {tuple(obj.shape)} inside an object of some class cannot be "
                 "converted: pass --weights-only to leave everything but weights out"
+            )
+        if isinstance(obj, Inert):
+            raise ValueError(
+                "an object of a class that was not loaded cannot be converted: pass --weights-only "
+                "to leave everything but weights out, or --trust where its package is installed"
             )
         if not isinstance(obj, TensorEntry):
             return NotImplemented
@@ -156,10 +165,12 @@ class _Pickler(pickle.Pickler):
         strides = [1]
         for size in reversed(obj.shape[1:]):
             strides.insert(0, strides[0] * max(size, 1))
-        shape = (storage, 0, obj.shape, tuple(strides[: len(obj.shape)]), False, OrderedDict())
+        kept = tuple(strides[: len(obj.shape)])
+        hooks: OrderedDict[Any, Any] = OrderedDict()
         if storage.kind is torch.UntypedStorage:
-            return torch._utils._rebuild_tensor_v3, (*shape, obj.dtype)  # type: ignore[attr-defined]
-        return torch._utils._rebuild_tensor_v2, shape  # type: ignore[attr-defined]
+            made = (storage, 0, obj.shape, kept, False, hooks, obj.dtype)
+            return torch._utils._rebuild_tensor_v3, made
+        return torch._utils._rebuild_tensor_v2, (storage, 0, obj.shape, kept, False, hooks)
 
     def _storage(self, entry: TensorEntry) -> _Storage:
         key = (entry.identity, entry.dtype)

@@ -80,7 +80,7 @@ def _describe(value: Any) -> Any:
 def _flatten(
     path: tuple[Any, ...], value: Any, values: dict[str, tuple[tuple[Any, ...], Any]]
 ) -> None:
-    """List the leaves as the stock planner does: lists stay whole unless tensors or dicts are in."""
+    """List the leaves as the stock planner does: lists without tensors and dicts stay whole."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _flatten((*path, str(key)), inner, values)
