@@ -36,7 +36,16 @@ TARGETS = ("ckpt", "safetensors", "pt", "sharded")
 
 _LAYOUTS = {"fsdp": "model", "model_parallel": "state_dict"}
 _TRAINING_KEYS = ("optimizer_states", "lr_schedulers", "callbacks")
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,8 @@ class _Job:
         self.weights = dict(view.weights)
         self.notes: list[str] = []
         self.tree: Any = {}
+        if view.broken and not weights_only:
+            raise view.broken[0]
 
     def select(self, prefix: str | None, strip: bool, dtype: torch.dtype | None) -> None:
         """Choose, rename and cast the weights."""

@@ -111,6 +111,7 @@ class View:
         rest: Everything else at the checkpoint's top level: loops, callbacks, hyper-parameters.
         record: Which writer wrote it, where that is known: ``stage``, ``world_size``, ``version``.
         missing: What a whole checkpoint of this format would also have.
+        broken: Why values that are neither weights nor tensors could not be read.
     """
 
     path: Path
@@ -120,6 +121,7 @@ class View:
     rest: dict[str, Any] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    broken: list[Exception] = field(default_factory=list)
 
     @property
     def tensors(self) -> dict[str, TensorEntry]:

@@ -141,6 +141,7 @@ def _problems(view: View) -> list[str]:
     problems = []
     if view.format in ("sharded", "deepspeed"):
         problems += [f"missing {what}" for what in view.missing]
+    problems += [str(error) for error in view.broken]
     sizes: dict[str, int] = {}
     for entry in entries([view.weights, view.optimizers, view.rest]).values():
         try:

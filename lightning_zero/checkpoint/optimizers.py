@@ -64,13 +64,7 @@ def _match(
     where: str,
     groups: int,
 ) -> list[str]:
-    entries: dict[str, TensorEntry] = {}
-    seen = set()
-    for name, value in weights.items():
-        if isinstance(value, TensorEntry) and value.identity not in seen:
-            seen.add(value.identity)
-            if value.dtype.is_floating_point or value.dtype.is_complex:
-                entries[name] = value
+    entries = _candidates(weights)
     candidates = list(entries)
     fits = [
         [_fits(state.get(number, {}), entries[name].shape) for name in candidates]
@@ -85,6 +79,21 @@ def _match(
             "--weights-only"
         )
     return names
+
+
+def _candidates(weights: dict[str, Any]) -> dict[str, TensorEntry]:
+    """List the weights that can be parameters: not the integers, nor a second name for one."""
+    entries: dict[str, TensorEntry] = {}
+    seen = set()
+    for name, value in weights.items():
+        if not isinstance(value, TensorEntry) or value.identity in seen:
+            continue
+        seen.add(value.identity)
+        # Batch norms have these shaped like their parameters, right after them.
+        statistic = name.rpartition(".")[2] in ("running_mean", "running_var")
+        if not statistic and (value.dtype.is_floating_point or value.dtype.is_complex):
+            entries[name] = value
+    return entries
 
 
 def _fits(state: dict[str, Any], shape: tuple[int, ...]) -> bool:

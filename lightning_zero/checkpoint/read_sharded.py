@@ -44,7 +44,8 @@ def read_sharded(path: Path, trust: bool = False) -> View:
             "only 1 is known: update lightning_zero"
         )
     meta, missing = _meta(path, trust)
-    tree = _Folder(path, metadata, trust).tree()
+    folder = _Folder(path, metadata, trust)
+    tree = folder.tree()
     key = next((key for key in ("state_dict", "model") if key in tree), None)
     if key is None:
         raise ValueError(
@@ -58,7 +59,8 @@ def read_sharded(path: Path, trust: bool = False) -> View:
             raise ValueError(f"{path}: '{alias}' is tied to '{name}', which is missing")
         weights[alias] = weights[name]
     optimizers = _optimizers(path, tree, missing)
-    return View(path, "sharded", weights, optimizers, {**tree, **meta}, record, missing)
+    rest = {**tree, **meta}
+    return View(path, "sharded", weights, optimizers, rest, record, missing, folder.broken)
 
 
 def _optimizers(path: Path, tree: dict[Any, Any], missing: list[str]) -> list[dict[str, Any]]:
@@ -109,6 +111,7 @@ class _Folder:
         self.path = path
         self.metadata = metadata
         self.trust = trust
+        self.broken: list[Exception] = []
         for name in {info.relative_path for info in metadata.storage_data.values()}:
             if os.path.isabs(name) or ".." in Path(name).parts:
                 raise ValueError(f"{path / METADATA_FILE}: names a file outside its folder: {name}")
@@ -146,10 +149,16 @@ class _Folder:
         return Segment(str(self.path / info.relative_path), info.offset, info.length)
 
     def _value(self, name: str) -> Any:
-        segment = self.segment(name, None)
-        where = f"{segment.file}: '{name}'"
-        with open_part(segment, where) as file:
-            return read_slice(file, segment, where, self.trust)
+        try:
+            segment = self.segment(name, None)
+            where = f"{segment.file}: '{name}'"
+            with open_part(segment, where) as file:
+                return read_slice(file, segment, where, self.trust)
+        except (OSError, ValueError) as error:
+            if not name.startswith("optimizer_"):
+                raise
+            self.broken.append(error)
+            return None
 
     def _entry(self, name: str, kind: TensorMetadata) -> TensorEntry:
         shape, dtype = tuple(kind.size), kind.properties.dtype
