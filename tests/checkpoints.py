@@ -248,3 +248,31 @@ def _slice(tensor: Tensor, rank: int, world_size: int) -> Tensor:
     padded = torch.zeros(share * world_size, dtype=tensor.dtype)
     padded[: tensor.numel()] = tensor.flatten()
     return padded[rank * share : (rank + 1) * share].clone()
+
+
+def assert_same(found: Any, expected: Any, key: str = "") -> None:
+    """Compare trees: the same keys, shapes, dtypes and bits."""
+    if isinstance(expected, dict):
+        assert isinstance(found, dict), key
+        assert set(found) == set(expected), key
+        for name, value in expected.items():
+            assert_same(found[name], value, f"{key}.{name}")
+    elif isinstance(expected, (list, tuple)):
+        assert type(found) is type(expected) and len(found) == len(expected), key
+        for number, value in enumerate(expected):
+            assert_same(found[number], value, f"{key}.{number}")
+    elif isinstance(expected, Tensor):
+        assert found.dtype == expected.dtype and found.shape == expected.shape, key
+        assert torch.equal(found, expected), key
+    else:
+        assert found == expected and type(found) is type(expected), key
+
+
+def load(path: Path) -> Any:
+    """Load what was converted as a careful user does."""
+    return torch.load(path, weights_only=True, mmap=True)
+
+
+def no_leftovers(folder: Path) -> bool:
+    """Whether no temporary file is in a folder."""
+    return not [path for path in folder.iterdir() if ".tmp" in path.name or ".old" in path.name]

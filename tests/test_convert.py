@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
+import math
 import os
-import pickle
 import pty
-import shutil
 import struct
 import subprocess
 import sys
@@ -21,54 +21,21 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+from checkpoints import assert_same, load, no_leftovers
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
-from modules import Perceptron, assert_same_outcomes, batches, outcome, quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import lightning_zero
-from lightning_zero.checkpoint import convert as module
 from lightning_zero.checkpoint.convert import convert
 from lightning_zero.checkpoint.formats import open_checkpoint
+from lightning_zero.checkpoint.read_sharded import run_start
 from lightning_zero.cli import main
-from ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.write_sharded(tmp_path_factory.mktemp("ranks") / "sharded")
-
-
-@pytest.fixture
-def torn(sharded: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
-    return Path(shutil.copytree(sharded, tmp_path / "torn"))
-
-
-def assert_same(found: Any, expected: Any, key: str = "") -> None:
-    """Compare trees: the same keys, shapes, dtypes and bits."""
-    if isinstance(expected, dict):
-        assert isinstance(found, dict), key
-        assert set(found) == set(expected), key
-        for name, value in expected.items():
-            assert_same(found[name], value, f"{key}.{name}")
-    elif isinstance(expected, (list, tuple)):
-        assert type(found) is type(expected) and len(found) == len(expected), key
-        for number, value in enumerate(expected):
-            assert_same(found[number], value, f"{key}.{number}")
-    elif isinstance(expected, Tensor):
-        assert found.dtype == expected.dtype and found.shape == expected.shape, key
-        assert torch.equal(found, expected), key
-    else:
-        assert found == expected and type(found) is type(expected), key
-
-
-def load(path: Path) -> Any:
-    return torch.load(path, weights_only=True, mmap=True)
-
-
-def no_leftovers(folder: Path) -> bool:
-    return not [path for path in folder.iterdir() if ".tmp" in path.name or ".old" in path.name]
 
 
 # Every format
@@ -179,6 +146,20 @@ def test_parts_that_are_no_runs_of_elements_are_put_together(tmp_path: Path) -> 
     assert_same(load(tmp_path / "a.pt"), full)
     halves = {name: tensor.bfloat16() for name, tensor in full.items()}
     assert_same(safetensors.torch.load_file(tmp_path / "a.safetensors"), halves)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (1, 3, 1, 2), (2, 1, 2, 2)])
+def test_a_box_is_one_run_exactly_where_its_elements_follow_each_other(
+    shape: tuple[int, ...],
+) -> None:
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    spans = [[(a, b) for a in range(n) for b in range(a + 1, n + 1)] for n in shape]
+    for ends in itertools.product(*spans):
+        box = numbers[tuple(slice(a, b) for a, b in ends)].flatten()
+        first = int(box[0])
+        is_run = torch.equal(box, torch.arange(first, first + len(box)))
+        offset, size = tuple(a for a, _ in ends), tuple(b - a for a, b in ends)
+        assert run_start(shape, offset, size) == (first if is_run else None)
 
 
 def test_strided_and_overlapping_tensors_of_a_file_keep_their_values(tmp_path: Path) -> None:
@@ -341,328 +322,6 @@ def test_what_a_format_cannot_hold_is_refused_or_noted(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="sparse"):
         convert(tmp_path / "c.pt", tmp_path / "c.safetensors")
     assert no_leftovers(tmp_path)
-
-
-# Damage
-
-
-def test_a_missing_ranks_file_is_named(torn: Path, tmp_path: Path) -> None:
-    (torn / "__1_0.distcp").unlink()
-    with pytest.raises(FileNotFoundError, match=r"__1_0.distcp is missing.*embed.weight"):
-        convert(torn, tmp_path / "a.pt")
-    assert not (tmp_path / "a.pt").exists() and no_leftovers(tmp_path)
-
-
-def test_a_truncated_ranks_file_is_named(torn: Path, tmp_path: Path) -> None:
-    file = torn / "__2_0.distcp"
-    os.truncate(file, file.stat().st_size - 100)
-    with pytest.raises(ValueError, match=r"__2_0.distcp: '.*truncated"):
-        convert(torn, tmp_path / "a.ckpt")
-    os.truncate(file, 100)
-    with pytest.raises(ValueError, match=r"__2_0.distcp: 'model\..*truncated"):
-        convert(torn, tmp_path / "a.pt")
-    assert no_leftovers(tmp_path)
-
-
-def test_a_folder_without_metadata_is_torn(torn: Path, tmp_path: Path) -> None:
-    (torn / ".metadata").unlink()
-    with pytest.raises(FileNotFoundError, match="torn"):
-        convert(torn, tmp_path / "a.pt")
-
-
-def test_a_folder_without_the_rest_gives_weights_only(torn: Path, tmp_path: Path) -> None:
-    (torn / "meta.pt").unlink()
-    with pytest.raises(ValueError, match=r"meta.pt.*--weights-only"):
-        convert(torn, tmp_path / "a.ckpt")
-    convert(torn, tmp_path / "a.ckpt", weights_only=True)
-    expected = checkpoints.weights()
-    del expected["head.weight"]
-    assert_same(load(tmp_path / "a.ckpt")["state_dict"], expected)
-
-
-def edit_metadata(folder: Path, edit: Any) -> None:
-    with open(folder / ".metadata", "rb") as file:
-        metadata = pickle.load(file)
-    edit(metadata)
-    with open(folder / ".metadata", "wb") as file:
-        pickle.dump(metadata, file)
-
-
-def test_newer_formats_are_refused(torn: Path, tmp_path: Path) -> None:
-    meta = torch.load(torn / "meta.pt")
-    meta["lightning_zero"]["format"] = 2
-    torch.save(meta, torn / "meta.pt")
-    with pytest.raises(ValueError, match=r"meta.pt: 'lightning_zero' says format 2.*update"):
-        convert(torn, tmp_path / "a.pt")
-    edit_metadata(torn, lambda metadata: setattr(metadata, "version", "2.0.0"))
-    with pytest.raises(ValueError, match=r"\.metadata: written in version 2.0.0.*update"):
-        convert(torn, tmp_path / "a.pt")
-
-
-def test_missing_keys_and_parts_are_named(torn: Path, tmp_path: Path) -> None:
-    def forget_place(metadata: Any) -> None:
-        for key in [key for key in metadata.storage_data if key.fqn == "model.layer.bias"]:
-            del metadata.storage_data[key]
-
-    def forget_chunk(metadata: Any) -> None:
-        metadata.state_dict_metadata["model.layer.bias"].chunks.pop()
-
-    def forget_weights(metadata: Any) -> None:
-        for name in list(metadata.state_dict_metadata):
-            if name.startswith("model."):
-                del metadata.state_dict_metadata[name]
-
-    for edit, message in [
-        (forget_chunk, r"\.metadata: the parts of 'model.layer.bias' hold"),
-        (forget_place, r"\.metadata: does not say where 'model.layer.bias' at"),
-        (forget_weights, r"\.metadata: neither 'state_dict' nor 'model' is among its keys"),
-    ]:
-        edit_metadata(torn, edit)
-        with pytest.raises(ValueError, match=message):
-            convert(torn, tmp_path / "a.pt")
-
-
-def test_parts_of_two_checkpoints_and_foreign_paths_are_refused(torn: Path, tmp_path: Path) -> None:
-    def swap(metadata: Any) -> None:
-        places = metadata.storage_data
-        alone = next(key for key in places if key.fqn == "model.alone")
-        count = next(key for key in places if key.fqn == "model.count")
-        places[alone] = places[count]
-
-    def leave(metadata: Any) -> None:
-        next(iter(metadata.storage_data.values())).relative_path = "../../secret"
-
-    edit_metadata(torn, swap)
-    with pytest.raises(ValueError, match=r"'model.alone': stored as torch.int64"):
-        convert(torn, tmp_path / "a.pt")
-    edit_metadata(torn, leave)
-    with pytest.raises(ValueError, match="outside its folder"):
-        convert(torn, tmp_path / "a.pt")
-
-
-@pytest.mark.parametrize("suffix", [".ckpt", ".pt", ".safetensors"])
-def test_truncated_files_are_named(tmp_path: Path, suffix: str) -> None:
-    full = checkpoints.write_full(tmp_path / "full.ckpt")
-    file = tmp_path / f"a{suffix}"
-    convert(full, file)
-    size = file.stat().st_size
-    for left in (size - 10, 200, 4):
-        os.truncate(file, left)
-        with pytest.raises(ValueError, match=f"a{suffix}: .*(truncated|damaged)"):
-            convert(file, tmp_path / "b.pt")
-    assert not (tmp_path / "b.pt").exists()
-
-
-def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
-    torch.save([1, 2], tmp_path / "list.pt")
-    torch.save({"epoch": 1}, tmp_path / "none.ckpt")
-    (tmp_path / "text.txt").write_text("hello")
-    (tmp_path / "empty").mkdir()
-    for name, message in {
-        "list.pt": "expected a dict",
-        "none.ckpt": "neither key 'state_dict'",
-        "text.txt": "not a folder written by ranks",
-        "empty": "not a folder written by ranks",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            convert(tmp_path / name, tmp_path / "a.safetensors")
-    with pytest.raises(FileNotFoundError, match="gone does not exist"):
-        convert(tmp_path / "gone", tmp_path / "a.safetensors")
-
-
-def test_missing_files_of_deepspeed_and_of_shards_are_named(tmp_path: Path) -> None:
-    folder = checkpoints.write_deepspeed(tmp_path / "folder", 3, 3)
-    (folder / "checkpoint/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(FileNotFoundError, match="of rank 1 is missing"):
-        convert(folder, tmp_path / "a.pt")
-    (folder / "checkpoint/bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(FileNotFoundError, match="3 ranks wrote it"):
-        convert(folder, tmp_path / "a.pt")
-    full = checkpoints.write_full(tmp_path / "full.ckpt")
-    files = convert(full, tmp_path / "m.safetensors", max_shard_size=400).files
-    files[0].unlink()
-    with pytest.raises(FileNotFoundError, match=f"{files[0].name} is missing, which holds 'embed"):
-        convert(files[-1], tmp_path / "a.pt")
-
-
-class Evil:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, witness: Path) -> None:
-        self.witness = witness
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.witness,)
-
-
-def test_code_in_pickles_runs_only_when_trusted(torn: Path, tmp_path: Path) -> None:
-    witness = tmp_path / "ran"
-    file = tmp_path / "evil.ckpt"
-    torch.save({"state_dict": {"a": torch.ones(2)}, "x": Evil(witness)}, file)
-    with pytest.raises(ValueError, match=r"evil.ckpt: .*--trust"):
-        convert(file, tmp_path / "a.safetensors")
-    assert not witness.exists()
-    convert(file, tmp_path / "a.safetensors", trust=True)
-    assert witness.exists()
-    witness.unlink()
-    (torn / ".metadata").write_bytes(pickle.dumps(Evil(witness)))
-    for trust in (False, True):
-        with pytest.raises(ValueError, match=r"\.metadata: refused"):
-            convert(torn, tmp_path / "b.pt", trust=trust)
-    assert not witness.exists()
-
-
-def test_a_failure_to_write_leaves_the_old_file(
-    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    convert(sharded, tmp_path / "a.pt")
-    before = (tmp_path / "a.pt").read_bytes()
-
-    def fail(tree: Any, file: Any, advance: Any) -> None:
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, "write_archive", fail)
-    with pytest.raises(OSError, match="No space left"):
-        convert(sharded, tmp_path / "a.pt", force=True)
-    assert (tmp_path / "a.pt").read_bytes() == before and no_leftovers(tmp_path)
-
-
-def test_a_writer_that_loses_a_name_is_noticed(
-    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = module.write_archive
-
-    def lose(tree: Any, file: Any, advance: Any) -> None:
-        write({key: value for key, value in tree.items() if key != "mask"}, file, advance)
-
-    monkeypatch.setattr(module, "write_archive", lose)
-    with pytest.raises(RuntimeError, match="'mask' should be"):
-        convert(sharded, tmp_path / "a.pt")
-    assert not list(tmp_path.iterdir())
-
-
-# Optimizers by number
-
-
-def test_parameters_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    saved = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
-    torch.save(saved, tmp_path / "a.ckpt")
-    with pytest.raises(ValueError, match=r"a.ckpt: which of the optimizer's numbers.*named"):
-        convert(tmp_path / "a.ckpt", tmp_path / "folder")
-    convert(tmp_path / "a.ckpt", tmp_path / "folder", weights_only=True)
-
-
-def test_buffers_between_parameters_are_told_by_shape(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    model[2].register_buffer("center", torch.zeros(6))
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.randn(5, 3)).sum().backward()
-    optimizer.step()
-    saved = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
-    torch.save(saved, tmp_path / "a.ckpt")
-    convert(tmp_path / "a.ckpt", tmp_path / "folder")
-    (state,) = open_checkpoint(tmp_path / "folder").optimizers
-    assert list(state["state"]) == [name for name, _ in model.named_parameters()]
-    saved["state_dict"]["2.center"] = torch.zeros(2)  # now like the bias before it
-    torch.save(saved, tmp_path / "b.ckpt")
-    with pytest.raises(ValueError, match="not certain"):
-        convert(tmp_path / "b.ckpt", tmp_path / "other")
-
-
-# Trainers and real sharded checkpoints
-
-
-def train(rank: int, world_size: int, path: Path | None, epochs: int, save: Path | None) -> Any:
-    torch.manual_seed(3 + (path is not None))
-    model = Perceptron(schedule=True)
-    trainer = quiet_trainer("ddp", world_size, max_epochs=epochs)
-    trainer.fit(model, batches(model, 24, 1), ckpt_path=path, weights_only=False)
-    if save is not None:
-        trainer.save_checkpoint(save)
-    return outcome(model, trainer)
-
-
-def test_a_ddp_trainer_resumes_from_a_converted_checkpoint(tmp_path: Path) -> None:
-    run_ranks(train, 2, None, 1, tmp_path / "full.ckpt")
-    convert(tmp_path / "full.ckpt", tmp_path / "folder")
-    convert(tmp_path / "folder", tmp_path / "back.ckpt")
-    expected = run_ranks(train, 2, tmp_path / "full.ckpt", 2, None)
-    assert_same_outcomes(run_ranks(train, 2, tmp_path / "back.ckpt", 2, None), expected)
-
-
-def make_network() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 3))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def shard_network() -> tuple[nn.Module, torch.optim.Optimizer]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model, _ = make_network()
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def step_network(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    generator = torch.Generator().manual_seed(9)
-    for _ in range(2):
-        model(torch.randn(4, 7, generator=generator)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_folders_of_lightnings_model_parallel_strategy_convert(tmp_path: Path) -> None:
-    from lightning.fabric.strategies.model_parallel import _save_checkpoint
-
-    def save(rank: int, world_size: int) -> None:
-        model, optimizer = shard_network()
-        step_network(model, optimizer)
-        state = {"state_dict": model, "optimizer_0": optimizer, "epoch": 2}
-        _save_checkpoint(tmp_path / "folder", state, full_state_dict=False, rank=rank)
-
-    run_ranks(save, 2)
-    convert(tmp_path / "folder", tmp_path / "full.ckpt")
-    model, optimizer = make_network()
-    step_network(model, optimizer)
-    full = load(tmp_path / "full.ckpt")
-    assert full["epoch"] == 2
-    torch.testing.assert_close(full["state_dict"], dict(model.state_dict()))
-    fresh, resumed = make_network()
-    fresh.load_state_dict(full["state_dict"])
-    resumed.load_state_dict(full["optimizer_states"][0])
-    expected = optimizer.state_dict()["state"]
-    torch.testing.assert_close(resumed.state_dict()["state"], expected)
-
-
-def test_lightnings_model_parallel_strategy_loads_a_converted_folder(tmp_path: Path) -> None:
-    from lightning.fabric.strategies.model_parallel import _load_checkpoint
-
-    model, optimizer = make_network()
-    step_network(model, optimizer)
-    saved = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
-    torch.save({**saved, "epoch": 2}, tmp_path / "full.ckpt")
-    convert(tmp_path / "full.ckpt", tmp_path / "folder", layout="model_parallel")
-
-    def resume(rank: int, world_size: int) -> tuple[dict[str, Tensor], list[Tensor], int]:
-        model, optimizer = shard_network()
-        state: dict[str, Any] = {"state_dict": model, "optimizer_0": optimizer, "epoch": 0}
-        _load_checkpoint(tmp_path / "folder", state, weights_only=True)
-        found = {name: value.full_tensor() for name, value in model.state_dict().items()}
-        averages = [optimizer.state[p]["exp_avg"].full_tensor() for p in model.parameters()]
-        return found, averages, state["epoch"]
-
-    for found, averages, epoch in run_ranks(resume, 2):
-        assert_same(found, dict(model.state_dict()))
-        assert_same(averages, [optimizer.state[p]["exp_avg"] for p in model.parameters()])
-        assert epoch == 2
 
 
 # The command

@@ -1,8 +1,8 @@
 """Convert a checkpoint of 1.6 GB with this package and with its peers: seconds and peak memory.
 
 Run ``python tests/benchmarks/convert.py [folder]``. The checkpoints are made in the folder, a
-temporary one by default, and removed. Each conversion is a process of its own, so that imports count;
-the best of three runs is shown. DeepSpeed is shown if it can be imported.
+temporary one by default, and removed. Each conversion is a process of its own, so that imports
+count; the best of three runs is shown. DeepSpeed is shown if it can be imported.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 WIDTH = 1600
-LAYERS = 8
-VOCABULARY = 50_000
+LAYERS = 11
+VOCABULARY = 40_000
 ROOT = Path(__file__).parents[2]
 
 CHILD = """
@@ -32,7 +32,6 @@ for line in open("/proc/self/status"):
         print("PEAK", line.split()[1])
 """
 
-OURS = "from lightning_zero.cli import main; assert main(['convert', '--quiet', {src!r}, {dst!r}]) == 0"
 DEEPSPEED = (
     "from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as run\n"
     "run({src!r}, {dst!r}, safe_serialization=True)"
@@ -55,7 +54,8 @@ CASES = [
         "sharded",
         "c.ckpt",
         "import runpy\nsys.argv = ['x', {src!r}, '--output_file', {dst!r}]\n"
-        "runpy.run_module('lightning.fabric.utilities.consolidate_checkpoint', run_name='__main__')",
+        "tool = 'lightning.fabric.utilities.consolidate_checkpoint'\n"
+        "runpy.run_module(tool, run_name='__main__')",
     ),
     ("lightning_zero, ZeRO-3, .safetensors", "deepspeed", "d.safetensors", None),
     ("DeepSpeed zero_to_fp32", "deepspeed", "d", DEEPSPEED),
