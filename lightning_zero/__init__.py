@@ -21,7 +21,8 @@ def _is_command(words: list[str]) -> bool:
     """Whether the interpreter was started to convert or inspect, and so needs no strategy.
 
     Registering needs Lightning, whose import takes 150 MB and some seconds, more than a conversion
-    does. Where this answers wrongly, that is all that it costs: the names below load on demand.
+    does. A wrong no costs only that; in these two commands nothing asks for a strategy by name, and
+    the classes below load on demand.
     """
     for place, word in enumerate(words[:-1]):
         script = place == 1 and Path(word).name == "lightning-zero"

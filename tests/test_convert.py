@@ -13,6 +13,7 @@ import subprocess
 import sys
 import termios
 import warnings
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +348,20 @@ def test_the_command_imports_nothing_heavy(sharded: Path, tmp_path: Path) -> Non
     more = imported - {line.split("|")[-1].strip() for line in alone.splitlines()}
     heavy = ("lightning.", "torch.distributed.", "transformers", "tqdm", "torch._dynamo")
     assert not [name for name in more if name.startswith(heavy)]
+
+
+def test_extra_state_and_dicts_of_other_classes_survive(tmp_path: Path) -> None:
+    saved = {
+        "state_dict": {"a.w": torch.ones(2), "a._extra_state": {"scale": {"x": 1.5}, "n": [1, 2]}},
+        "callbacks": OrderedDict(b=Counter("aab"), c=torch.Size([2])),
+    }
+    torch.save(saved, tmp_path / "a.ckpt")
+    convert(tmp_path / "a.ckpt", tmp_path / "folder")
+    convert(tmp_path / "folder", tmp_path / "b.ckpt")
+    found = load(tmp_path / "b.ckpt")
+    assert_same(found["state_dict"], saved["state_dict"])
+    assert type(found["callbacks"]) is OrderedDict and type(found["callbacks"]["b"]) is Counter
+    assert_same(found["callbacks"], saved["callbacks"])
 
 
 def test_the_package_registers_its_strategies_for_everything_else() -> None:

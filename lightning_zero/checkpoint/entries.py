@@ -7,9 +7,10 @@ through a fixed buffer; only what is laid out otherwise is put together in memor
 
 from __future__ import annotations
 
+import copy
 import math
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,16 +144,11 @@ def _nowhere() -> None:
 
 def map_leaves(tree: Any, change: Callable[[str, Any], Any], key: str = "") -> Any:
     """Copy nested dicts, lists and tuples with every leaf replaced by ``change(its key, leaf)``."""
-    if isinstance(tree, Mapping) and hasattr(tree, "items"):
-        made = {k: map_leaves(v, change, f"{key}.{k}" if key else str(k)) for k, v in tree.items()}
-        if type(tree) is dict:
-            return made
-        copy = getattr(tree, "copy", None)
-        if copy is None:
-            return made
-        # An OrderedDict or a Counter stays one, with the attributes that it carries.
-        same = copy()
-        same.update(made)
+    if isinstance(tree, dict):
+        # A copy of the same class, with the attributes that it carries.
+        same = copy.copy(tree)
+        for name, value in tree.items():
+            same[name] = map_leaves(value, change, f"{key}.{name}" if key else str(name))
         return same
     if isinstance(tree, (list, tuple)):
         made_list = [

@@ -142,7 +142,11 @@ def _placed(leaf: Any, file: str, start: int, where: str) -> Any:
         raise RuntimeError("checkpoints are only read on little-endian machines")
     tensor = leaf.detach()
     storage: Any = tensor.untyped_storage()
-    at = storage._checkpoint_offset if tensor.numel() else 0
+    at = getattr(storage, "_checkpoint_offset", None) if tensor.numel() else 0
+    if at is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} is too old to find tensors in files: update it"
+        )
     whole = Segment(file, start + at, int(storage.nbytes()))
     first = int(tensor.storage_offset()) * tensor.dtype.itemsize
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())

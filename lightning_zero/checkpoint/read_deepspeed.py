@@ -98,10 +98,17 @@ class _Reader:
         rest = {k: v for k, v in self.models[0].items() if k not in _OWN_KEYS}
         record = {"stage": self.stage, "world_size": self.world_size}
         record["version"] = f"DeepSpeed {self.models[0].get('ds_version', '?')}"
-        optimizer = self._optimizer()
-        missing = [] if optimizer else [f"{self.folder}: optimizer state"]
-        optimizers = [optimizer] if optimizer else []
-        return View(self.path, "deepspeed", weights, optimizers, rest, record, missing)
+        view = View(self.path, "deepspeed", weights, [], rest, record)
+        try:
+            optimizer = self._optimizer()
+        except ValueError as error:
+            view.broken.append(error)
+            return view
+        if optimizer is None:
+            view.missing.append(f"{self.folder}: optimizer state")
+        else:
+            view.optimizers.append(optimizer)
+        return view
 
     def _place(self) -> dict[str, tuple[int, int]]:
         """Say for each parameter its vector, and where in that it starts.

@@ -94,10 +94,10 @@ def _meta(path: Path, trust: bool) -> tuple[dict[str, Any], list[str]]:
 
 
 def _flat(tree: dict[Any, Any]) -> dict[str, Any]:
-    """Join the keys of a state dict that was itself nested."""
+    """Join the keys of a state dict that was itself nested; modules' extra state stays whole."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and not str(key).endswith("_extra_state"):
             flat.update({f"{key}.{name}": inner for name, inner in _flat(value).items()})
         else:
             flat[str(key)] = value

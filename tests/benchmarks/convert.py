@@ -34,7 +34,7 @@ for line in open("/proc/self/status"):
 
 DEEPSPEED = (
     "from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as run\n"
-    "run({src!r}, {dst!r}, safe_serialization=True)"
+    "run({src!r}, {dst!r}, safe_serialization=True{more})"
 )
 CASES = [
     # Title, source, destination, code or None for our own command line.
@@ -58,7 +58,13 @@ CASES = [
         "runpy.run_module(tool, run_name='__main__')",
     ),
     ("lightning_zero, ZeRO-3, .safetensors", "deepspeed", "d.safetensors", None),
-    ("DeepSpeed zero_to_fp32", "deepspeed", "d", DEEPSPEED),
+    ("DeepSpeed zero_to_fp32", "deepspeed", "d", DEEPSPEED.replace("{more}", "")),
+    (
+        "DeepSpeed zero_to_fp32, shards of 300 MB",
+        "deepspeed",
+        "d",
+        DEEPSPEED.replace("{more}", ", max_shard_size='300MB'"),
+    ),
     ("lightning_zero, full .ckpt to sharded", "a.ckpt", "e", None),
 ]
 
