@@ -4,11 +4,50 @@ Importing this package registers the strategies ``zero1``, ``zero2`` and ``zero3
 ``_spawn``, ``_fork`` and ``_notebook``, for ``Trainer(strategy=...)``.
 """
 
-from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.precision import ZeroPrecision
-from lightning_zero.strategy import ZeroStrategy, register
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.engine import ZeroEngine
+    from lightning_zero.precision import ZeroPrecision
+    from lightning_zero.strategy import ZeroStrategy
 
 __version__ = "0.1.0"
 __all__ = ["ZeroEngine", "ZeroPrecision", "ZeroStrategy"]
 
-register()
+
+def _is_command(words: list[str]) -> bool:
+    """Whether the interpreter was started to convert or inspect, and so needs no strategy.
+
+    Registering needs Lightning, whose import takes 150 MB and some seconds, more than a conversion
+    does. A wrong no costs only that; in these two commands nothing asks for a strategy by name, and
+    the classes below load on demand.
+    """
+    for place, word in enumerate(words[:-1]):
+        script = place == 1 and Path(word).name == "lightning-zero"
+        module = word == "lightning_zero" and words[place - 1] == "-m"
+        if script or module:
+            return words[place + 1] in ("convert", "inspect")
+    return False
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _load()[name]
+
+
+def _load() -> dict[str, Any]:
+    from lightning_zero.engine.engine import ZeroEngine
+    from lightning_zero.precision import ZeroPrecision
+    from lightning_zero.strategy import ZeroStrategy, register
+
+    register()
+    names = {"ZeroEngine": ZeroEngine, "ZeroPrecision": ZeroPrecision, "ZeroStrategy": ZeroStrategy}
+    globals().update(names)
+    return names
+
+
+if not _is_command(sys.orig_argv):
+    _load()

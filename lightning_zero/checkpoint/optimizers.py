@@ -1,0 +1,122 @@
+"""The two forms of an optimizer's state dict: by parameter name, and by number as torch has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_zero.checkpoint.entries import TensorEntry
+
+
+def by_number(optimizer: dict[str, Any], where: str) -> dict[str, Any]:
+    """Number the parameters in the order of the param groups."""
+    groups = optimizer["param_groups"]
+    names = [name for group in groups for name in group["params"]]
+    if all(isinstance(name, int) for name in names):
+        state = {int(key): value for key, value in optimizer["state"].items()}
+        return {**optimizer, "state": state}
+    numbers = {name: number for number, name in enumerate(names)}
+    for name in optimizer["state"]:
+        if name not in numbers:
+            raise ValueError(
+                f"{where}: '{name}' has optimizer state and is in no param group: pass "
+                "--weights-only to leave the optimizer out"
+            )
+    return {
+        **optimizer,
+        # Most torch optimizers go through their state in this order, and so does a full save.
+        "state": {n: optimizer["state"][k] for k, n in numbers.items() if k in optimizer["state"]},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]} for group in groups
+        ],
+    }
+
+
+def by_name(optimizer: dict[str, Any], weights: dict[str, Any], where: str) -> dict[str, Any]:
+    """Name the parameters, which a full checkpoint only numbers.
+
+    The names are in the groups where the optimizer was given named parameters. Otherwise each
+    number is matched with the weights in order, by the shape of its state, and a match that is not
+    the only possible one is refused.
+    """
+    groups = optimizer["param_groups"]
+    numbers = [number for group in groups for number in group["params"]]
+    if all(isinstance(number, str) for number in numbers):
+        return optimizer
+    names: list[str] = []
+    for group in groups:
+        names += group.get("param_names", [])
+    if len(names) != len(numbers):
+        names = _match(optimizer["state"], numbers, weights, where, len(groups))
+    table = dict(zip(numbers, names, strict=True))
+    return {
+        **optimizer,
+        "state": {table[number]: state for number, state in optimizer["state"].items()},
+        "param_groups": [
+            {**group, "params": [table[number] for number in group["params"]]} for group in groups
+        ],
+    }
+
+
+def _match(
+    state: dict[int, dict[str, Any]],
+    numbers: list[int],
+    weights: dict[str, Any],
+    where: str,
+    groups: int,
+) -> list[str]:
+    entries = _candidates(weights)
+    candidates = list(entries)
+    fits = [
+        [_fits(state.get(number, {}), entries[name].shape) for name in candidates]
+        for number in numbers
+    ]
+    names = [candidates[position] for position in _only_way(fits, len(candidates)) or []]
+    if len(names) != len(numbers) or groups > 1:
+        raise ValueError(
+            f"{where}: which of the optimizer's numbers is which parameter is not certain "
+            f"({len(numbers)} parameters in {groups} param groups, {len(candidates)} weights). "
+            "Give the optimizer named parameters (model.named_parameters()) when training, or pass "
+            "--weights-only"
+        )
+    return names
+
+
+def _candidates(weights: dict[str, Any]) -> dict[str, TensorEntry]:
+    """List the weights that can be parameters: not the integers, nor a second name for one."""
+    entries: dict[str, TensorEntry] = {}
+    seen = set()
+    for name, value in weights.items():
+        if not isinstance(value, TensorEntry) or value.identity in seen:
+            continue
+        seen.add(value.identity)
+        # Batch norms have these shaped like their parameters, right after them.
+        statistic = name.rpartition(".")[2] in ("running_mean", "running_var")
+        if not statistic and (value.dtype.is_floating_point or value.dtype.is_complex):
+            entries[name] = value
+    return entries
+
+
+def _fits(state: dict[str, Any], shape: tuple[int, ...]) -> bool:
+    """Whether state can be that of a parameter of this shape."""
+    shapes = {v.shape for v in state.values() if isinstance(v, TensorEntry) and v.shape}
+    return not shapes or shape in shapes
+
+
+def _only_way(fits: list[list[bool]], columns: int) -> list[int] | None:
+    """Pair rows with columns, both in order; None if that can be done in no way or in several."""
+    rows = len(fits)
+    # ways[r][c]: in how many ways the rows from r fit into the columns from c, counted up to 2.
+    ways = [[1 if row == rows else 0] * (columns + 1) for row in range(rows + 1)]
+    for row in range(rows - 1, -1, -1):
+        for column in range(columns - 1, -1, -1):
+            taken = ways[row + 1][column + 1] if fits[row][column] else 0
+            ways[row][column] = min(ways[row][column + 1] + taken, 2)
+    if ways[0][0] != 1:
+        return None
+    found, column = [], 0
+    for row in range(rows):
+        while not (fits[row][column] and ways[row + 1][column + 1]):
+            column += 1
+        found.append(column)
+        column += 1
+    return found

@@ -1,0 +1,281 @@
+"""Reading pickles of unknown origin: tensors stay on disk, and no code of theirs runs unasked."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.entries import Segment, TensorEntry, from_tensor, map_leaves
+
+
+class Window(io.RawIOBase):
+    """A range of a file that behaves like a file."""
+
+    def __init__(self, file: BinaryIO, start: int, nbytes: int) -> None:
+        self._file, self._start, self._nbytes, self._at = file, start, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._nbytes)[whence]
+        return self._at
+
+    def readinto(self, out: Any) -> int:
+        self._file.seek(self._start + self._at)
+        view = memoryview(out)
+        n: int = self._file.readinto(view[: max(self._nbytes - self._at, 0)])  # type: ignore[attr-defined]
+        self._at += n
+        return n
+
+
+class Inert:
+    """Stands in for an object whose class is not needed; keeps its arguments and does nothing."""
+
+    def __new__(cls, *args: Any) -> Inert:
+        self = super().__new__(cls)
+        self.args = args
+        return self
+
+    args: tuple[Any, ...]
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def read_archive(path: Path, trust: bool = False, inert: str | None = None) -> Any:
+    """Read what ``torch.save`` wrote, with entries in the place of tensors.
+
+    Args:
+        path: The file.
+        trust: Whether the pickle may run code.
+        inert: Objects of this package become :class:`Inert`.
+
+    Returns:
+        The saved object. Its tensors are read from the file later; only those in files that torch
+        older than 1.6 wrote are read at once.
+    """
+    if not zipfile.is_zipfile(path):
+        return _read_legacy(path, trust)
+    allowed: list[Any] = []
+    if inert is not None and not trust:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        allowed = [(Inert, name) for name in names if name.split(".")[0] == inert]
+    with torch.serialization.safe_globals(allowed):
+        tree = _load(path, str(path), trust, "meta")
+    return map_leaves(tree, lambda key, leaf: _placed(leaf, str(path), 0, f"{path}: {key}"))
+
+
+def read_slice(file: BinaryIO, segment: Segment, where: str, trust: bool = False) -> Any:
+    """Read an object that ``torch.save`` wrote as a part of a file; its tensors are entries."""
+    window = Window(file, segment.start, segment.nbytes)
+    tree = _load(window, where, trust, "cpu")
+    return map_leaves(
+        tree, lambda key, x: from_tensor(x, where) if isinstance(x, Tensor) else x, where
+    )
+
+
+def place_slice(file: BinaryIO, segment: Segment, where: str) -> TensorEntry | Tensor:
+    """Find the one tensor that ``torch.save`` wrote as a part of a file, without reading it."""
+    window = Window(file, segment.start, segment.nbytes)
+    tensor = _load(window, where, False, "meta")
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{where}: expected a tensor there and found a {type(tensor).__name__}")
+    placed = _placed(tensor, segment.file, segment.start, where)
+    assert isinstance(placed, TensorEntry)
+    return placed
+
+
+def _load(file: Any, where: str, trust: bool, device: str) -> Any:
+    try:
+        return torch.load(file, map_location=device, weights_only=not trust)
+    except pickle.UnpicklingError as error:
+        if trust:
+            raise ValueError(f"{where}: not a readable pickle: {error}") from error
+        reason = str(error).strip().splitlines()
+        named = [line.strip() for line in reason if "GLOBAL" in line or "Unsupported" in line]
+        raise ValueError(
+            f"{where}: this pickle wants to use code that is not known to be harmless "
+            f"({' '.join(named[:1] or reason[:1])}). If you trust its origin, pass --trust, or "
+            "trust=True"
+        ) from error
+    except (RuntimeError, EOFError, OSError, IndexError, KeyError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"{where}: truncated or damaged ({first}). Copy it again, or take an older checkpoint"
+        ) from error
+
+
+def _read_legacy(path: Path, trust: bool) -> Any:
+    tree = _load(path, str(path), trust, "cpu")
+    return map_leaves(
+        tree, lambda key, x: from_tensor(x, f"{path}: {key}") if isinstance(x, Tensor) else x
+    )
+
+
+def _placed(leaf: Any, file: str, start: int, where: str) -> Any:
+    """Turn a tensor that was loaded to the meta device into an entry; leave others alone."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.layout != torch.strided or leaf.is_quantized:
+        raise ValueError(f"{where}: {leaf.layout} and quantized tensors cannot be converted")
+    if sys.byteorder != "little":
+        raise RuntimeError("checkpoints are only read on little-endian machines")
+    tensor = leaf.detach()
+    storage: Any = tensor.untyped_storage()
+    at = getattr(storage, "_checkpoint_offset", None) if tensor.numel() else 0
+    if at is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} is too old to find tensors in files: update it"
+        )
+    whole = Segment(file, start + at, int(storage.nbytes()))
+    first = int(tensor.storage_offset()) * tensor.dtype.itemsize
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    identity = (whole, first, shape, strides, tensor.dtype)
+    nbytes = tensor.numel() * tensor.dtype.itemsize
+    if tensor.is_contiguous():
+        segments = [Segment(file, whole.start + first, nbytes)]
+        return TensorEntry(where, shape, tensor.dtype, identity, lambda: segments)
+
+    def load() -> Tensor:
+        items = whole.nbytes // tensor.dtype.itemsize
+        flat = TensorEntry(where, (items,), tensor.dtype, whole, lambda: [whole]).read()
+        return flat.as_strided(shape, strides, tensor.storage_offset())
+
+    return TensorEntry(where, shape, tensor.dtype, identity, lambda: None, load)
+
+
+# What torch.distributed.checkpoint pickles into `.metadata`, under names of our own: importing its
+# modules would cost 50 MB and half a second, and a class that is not listed here is refused.
+
+
+class _Record:
+    """Attributes as they were pickled."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state)
+
+
+class Metadata(_Record):
+    """What ``.metadata`` holds."""
+
+    state_dict_metadata: dict[str, Any]
+    storage_data: dict[Index, StorageInfo]
+    planner_data: dict[str, tuple[Any, ...]] | None = None
+    version: str | None = None
+
+
+class TensorMetadata(_Record):
+    """A tensor's properties, full shape and boxes."""
+
+    properties: Properties
+    size: torch.Size
+    chunks: list[Chunk]
+
+
+class BytesMetadata(_Record):
+    """Says that a value is pickled."""
+
+
+class Chunk(_Record):
+    """A box of a tensor."""
+
+    offsets: torch.Size
+    sizes: torch.Size
+
+
+class Properties:
+    """A tensor's dtype, the first of what is pickled."""
+
+    dtype: torch.dtype
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = state[0]
+
+
+@dataclass
+class Index:
+    """The key of a box: its tensor's name and where it starts."""
+
+    fqn: str = ""
+    offset: torch.Size | None = None
+
+    def __hash__(self) -> int:
+        return hash((self.fqn, self.offset))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.fqn = state["fqn"]
+        self.offset = state.get("offset")
+
+
+class StorageInfo(_Record):
+    """Where a box or value lies."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: Any = None
+
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_STAND_INS: dict[tuple[str, str], Any] = {
+    (f"{_CHECKPOINT}.metadata", "Metadata"): Metadata,
+    (f"{_CHECKPOINT}.metadata", "TensorStorageMetadata"): TensorMetadata,
+    (f"{_CHECKPOINT}.metadata", "BytesStorageMetadata"): BytesMetadata,
+    (f"{_CHECKPOINT}.metadata", "ChunkStorageMetadata"): Chunk,
+    (f"{_CHECKPOINT}.metadata", "TensorProperties"): Properties,
+    (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"): Inert,
+    (f"{_CHECKPOINT}.metadata", "MetadataIndex"): Index,
+    (f"{_CHECKPOINT}.metadata", "StorageMeta"): Inert,
+    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"): StorageInfo,
+    ("torch.serialization", "_get_layout"): Inert,
+    ("torch", "Size"): torch.Size,
+    ("pathlib", "PosixPath"): Inert,
+    ("pathlib", "WindowsPath"): Inert,
+    ("pathlib._local", "PosixPath"): Inert,
+    ("pathlib._local", "WindowsPath"): Inert,
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) not in _STAND_INS:
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which torch.distributed.checkpoint does not write there"
+            )
+        return _STAND_INS[module, name]
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Read the ``.metadata`` of a folder without importing or running anything that it names."""
+    try:
+        with open(path, "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{path}: refused, truncated or damaged: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"{path}: expected a Metadata object, found {type(metadata).__name__}")
+    return metadata

@@ -1,0 +1,109 @@
+"""The command line: ``lightning-zero convert`` and ``lightning-zero inspect``.
+
+Each command's module is imported when the command is given, so that none pays for another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+_HARMLESS = (OSError, ValueError, KeyError, RuntimeError, NotImplementedError)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: The command and its arguments; those of the process by default.
+
+    Returns:
+        The exit status: 0, 1 for an error, 2 for wrong usage (then by ``SystemExit``).
+    """
+    parser = argparse.ArgumentParser(prog="lightning-zero", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_convert(commands)
+    _add_inspect(commands)
+    options = parser.parse_args(arguments)
+    run = {"convert": _convert, "inspect": _inspect}[options.command]
+    try:
+        return run(options)
+    except BrokenPipeError:
+        return 1
+    except _HARMLESS as error:
+        print(f"lightning-zero {options.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    add = commands.add_parser(
+        "convert",
+        help="convert a checkpoint to another format",
+        description="Convert a checkpoint; what to write follows from DST's suffix: .ckpt, "
+        ".safetensors, .pt, or none for a sharded folder.",
+    ).add_argument
+    add("source", metavar="SRC", help="a sharded or DeepSpeed folder, .ckpt, .pt or .safetensors")
+    add("destination", metavar="DST", help="what to write")
+    add("--dtype", help="convert floating-point weights: fp32, bf16, fp16 or fp64")
+    add("--weights-only", action="store_true", help="leave out optimizers and callbacks")
+    add("--prefix", help="take only the weights whose names start so")
+    add("--strip", action="store_true", help="remove the prefix from their names")
+    add("--max-shard-size", metavar="SIZE", help="split .safetensors, for example 5GB")
+    add("--to", choices=("ckpt", "safetensors", "pt", "sharded"), help="instead of DST's suffix")
+    add(
+        "--layout",
+        choices=("fsdp", "model_parallel"),
+        default="fsdp",
+        help="whose loader a sharded folder is for (default: fsdp)",
+    )
+    add("--force", action="store_true", help="overwrite DST")
+    add("--trust", action="store_true", help="let pickles in SRC run code")
+    add("--quiet", action="store_true", help="no progress bar and no summary")
+
+
+def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    add = commands.add_parser(
+        "inspect",
+        help="say what is in a checkpoint",
+        description="Say what is in a checkpoint; the exit status is 1 if it is not whole.",
+    ).add_argument
+    add("source", metavar="SRC", help="any checkpoint that convert takes")
+    add("--json", action="store_true", help="as JSON instead of a table")
+    add("--trust", action="store_true", help="let pickles in SRC run code")
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from lightning_zero.checkpoint.convert import convert
+
+    summary = convert(
+        options.source,
+        options.destination,
+        dtype=options.dtype,
+        weights_only=options.weights_only,
+        prefix=options.prefix,
+        strip=options.strip,
+        max_shard_size=options.max_shard_size,
+        to=options.to,
+        layout=options.layout,
+        force=options.force,
+        trust=options.trust,
+        progress=not options.quiet,
+    )
+    if not options.quiet:
+        print(summary)
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from lightning_zero.checkpoint.inspect import inspect
+
+    report = inspect(options.source, options.trust)
+    print(report.to_json() if options.json else report)
+    return 0 if report.whole else 1
+
+
+def script() -> NoReturn:
+    """Run as the ``lightning-zero`` script."""
+    raise SystemExit(main())
