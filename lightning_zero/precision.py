@@ -41,8 +41,9 @@ class ZeroPrecision(Precision):
 
     Args:
         precision: A stock plugin, or one of Lightning's strings. Default: what
-            ``Trainer(precision=...)`` says; as ``Trainer(plugins=...)``, ``"bf16-mixed"`` with
-            ``cast="all"`` and else ``"32-true"``.
+            ``Trainer(precision=...)`` says; as ``Trainer(plugins=...)``, what the other arguments
+            are for: ``"bf16-mixed"`` with ``cast="all"``, ``"bf16-true"`` with ``fp32_master``,
+            and else ``"32-true"``.
         cast: Under ``bf16-mixed`` and ``16-mixed``, which parameters forward and backward passes
             hold in half precision, beside a sharded fp32 master. ``"auto"``: those that autocast
             would cast at each use anyway, so the numbers are those of ``ddp``. ``"all"``: all, and
@@ -80,7 +81,8 @@ class ZeroPrecision(Precision):
         self.fp32_master = fp32_master
         self.is_default = precision is None
         if precision is None:
-            precision = "bf16-mixed" if cast == "all" else "32-true"
+            meant = "bf16-mixed" if cast == "all" else "bf16-true" if fp32_master else "32-true"
+            precision = _plugin_of(meant)
         self._wrap(_plugin_of(precision) if isinstance(precision, str) else precision)
 
     def _wrap(self, inner: Precision) -> None:
@@ -89,6 +91,7 @@ class ZeroPrecision(Precision):
                 f"precision={inner.precision!r} ({type(inner).__name__}) is not supported by the "
                 f"zero strategies: use one of {', '.join(map(repr, _NAMES))}."
             )
+        self._check_meaning(inner.precision)
         self.inner = inner
         self.precision = inner.precision
         self.scaler: ZeroGradScaler | None = None
@@ -96,7 +99,26 @@ class ZeroPrecision(Precision):
             self.scaler = ZeroGradScaler(inner.scaler, inner.device)
         self.engine: ZeroEngine | None = None
         self.grad_norm: Tensor | None = None
+        self._stepped: Any = None
         self.logs_grad_norm = False
+
+    def _check_meaning(self, precision: str) -> None:
+        """Refuse settings that mean nothing for a precision."""
+        if self.cast == "all" and precision not in _AUTOCAST:
+            raise ValueError(
+                f"cast='all' has no meaning for precision={precision!r}: use "
+                "precision='bf16-mixed' or '16-mixed', or leave cast at 'auto'."
+            )
+        if self.reduce_dtype == "fp16" and not precision.startswith("16-"):
+            raise ValueError(
+                f"reduce_dtype='fp16' with precision={precision!r} might overflow unnoticed, as "
+                "there is no loss scale: use 'bf16' or 'fp32'."
+            )
+        if self.fp32_master and precision not in ("bf16-true", "16-true"):
+            raise ValueError(
+                f"fp32_master=True has no meaning for precision={precision!r}, whose masters "
+                "are fp32 or wider: use precision='bf16-true' or '16-true', or leave it out."
+            )
 
     def wrapping(self, inner: Precision) -> ZeroPrecision:
         """Return a plugin with these settings around another stock plugin.
@@ -104,17 +126,6 @@ class ZeroPrecision(Precision):
         Raises:
             ValueError: If the settings mean nothing for its precision.
         """
-        mixed, half = inner.precision in _AUTOCAST, inner.precision in ("bf16-true", "16-true")
-        if self.cast == "all" and not mixed:
-            raise ValueError(
-                f"cast='all' has no meaning for precision={inner.precision!r}: use "
-                "precision='bf16-mixed' or '16-mixed', or leave cast at 'auto'."
-            )
-        if self.fp32_master and not half:
-            raise ValueError(
-                f"fp32_master=True has no meaning for precision={inner.precision!r}, whose masters "
-                "are fp32 or wider: use precision='bf16-true' or '16-true', or leave it out."
-            )
         return ZeroPrecision(
             inner,
             cast=self.cast,
@@ -209,9 +220,18 @@ class ZeroPrecision(Precision):
 
     # Clipping
 
+    def global_norm(self) -> Tensor:
+        """Return ``grad_norm``, or take it now, of the optimizer that stepped last."""
+        assert self.engine is not None
+        if self.grad_norm is not None:
+            return self.grad_norm
+        if self._stepped is not None:
+            return self.engine.grad_norm(self.main_params(self._stepped))
+        return self.engine.grad_norm(self.engine.module.parameters())
+
     @override
     def _after_closure(self, model: Any, optimizer: Any) -> None:
-        self.grad_norm = None
+        self.grad_norm, self._stepped = None, optimizer
         super()._after_closure(model, optimizer)
 
     @override

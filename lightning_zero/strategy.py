@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator, MPSAccelerator, XLAAccelerator
@@ -23,7 +23,8 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.checkpoint.full import module_state, optimizer_state
+from lightning_zero.checkpoint.keeper import Checkpoints, StateDictType
+from lightning_zero.checkpoint.load import skipping
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.kinds import OptimizerSharding
 from lightning_zero.engine.numerics import Cast
@@ -67,6 +68,11 @@ class ZeroStrategy(DDPStrategy):
         fp32_master: Whether ``bf16-true`` and ``16-true`` keep fp32 masters, see ``ZeroPrecision``.
         log_grad_norm: Whether to log the global norm of the gradients before clipping, in every
             step, as ``grad_norm``, or ``grad_norm/0`` and so on if there are several optimizers.
+        state_dict_type: What ``trainer.save_checkpoint`` and ``ModelCheckpoint`` write. ``"full"``:
+            one file as ``ddp`` writes it, collected by rank 0. ``"sharded"``: a folder into which
+            every rank writes its part.
+        async_save: Whether saving a sharded checkpoint only waits for a copy on the CPU, and
+            writes in the background.
         stall_timeout: Seconds that a wait for other ranks may last before it becomes an error that
             says what each rank waits for.
         accelerator: As for ``DDPStrategy``, and so are the others below.
@@ -97,6 +103,8 @@ class ZeroStrategy(DDPStrategy):
         reduce_dtype: DtypeName | None = None,
         fp32_master: bool = False,
         log_grad_norm: bool = False,
+        state_dict_type: StateDictType = "full",
+        async_save: bool = False,
         stall_timeout: float = 300.0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -113,7 +121,11 @@ class ZeroStrategy(DDPStrategy):
             optimizer_sharding=optimizer_sharding,
             eval_weights=eval_weights,
             restore_weights=restore_weights,
+            state_dict_type=state_dict_type,
         )
+        if async_save and state_dict_type != "sharded":
+            raise ValueError("async_save=True needs state_dict_type='sharded'.")
+        self._checkpoints = Checkpoints(state_dict_type, async_save, stall_timeout)
         self._placement = placement_of(stage)
         self._check_accelerator(accelerator)
         self._settings = ZeroPrecision(
@@ -159,6 +171,7 @@ class ZeroStrategy(DDPStrategy):
         optimizer_sharding: str,
         eval_weights: str,
         restore_weights: str,
+        state_dict_type: str,
     ) -> None:
         for name, number in dict(bucket_mb=bucket_mb, stall_timeout=stall_timeout).items():
             if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
@@ -167,18 +180,19 @@ class ZeroStrategy(DDPStrategy):
             ("optimizer_sharding", optimizer_sharding, ("auto", "elementwise", "whole")),
             ("eval_weights", eval_weights, ("sharded", "gathered")),
             ("restore_weights", restore_weights, ("auto", "always", "never")),
+            ("state_dict_type", state_dict_type, ("full", "sharded")),
         ):
             if word not in words:
                 raise ValueError(f"{name}={word!r} must be one of {', '.join(map(repr, words))}.")
 
     def _check_settings(self, plugin: ZeroPrecision) -> None:
-        """Refuse settings of precision that stand in the strategy and in the plugin."""
+        """Refuse settings of precision that stand in the strategy beside a plugin of the user's."""
         for name in ("cast", "reduce_dtype", "fp32_master"):
             mine, theirs = getattr(self._settings, name), getattr(plugin, name)
             if plugin is not self._settings and mine not in (theirs, "auto", None, False):
                 raise ValueError(
                     f"{name}={mine!r} of the strategy and {name}={theirs!r} of ZeroPrecision: "
-                    "set it in one of the two."
+                    "set it in the plugin, since there is one."
                 )
 
     @staticmethod
@@ -401,7 +415,7 @@ class ZeroStrategy(DDPStrategy):
         if self._eval_weights == "sharded" or self.engine.placement.parameters is REPLICATED:
             return
         ranks = self.num_processes if self.root_device.type == "cpu" else 1
-        needed = self.engine.full_nbytes() * ranks
+        needed = self.engine.held_nbytes() * ranks
         if self.engine.agree(needed <= device_memory(self.root_device) / 2):
             self.engine.hold()
         else:
@@ -423,34 +437,24 @@ class ZeroStrategy(DDPStrategy):
         are, over all ranks, so every rank has to call this.
 
         Returns:
-            A scalar, fp32 at least: the 2-norm, of the optimizer that stepped last, tied parameters
-            counted once.
+            A scalar, fp32 at least: the 2-norm over the parameters of the optimizer that stepped
+            last (before the first step: of the module), tied ones counted once.
 
         Raises:
-            RuntimeError: Before set-up.
+            RuntimeError: Before and after a run.
         """
-        norm = self.precision_plugin.grad_norm
-        return self.engine.grad_norm(self.engine.module.parameters()) if norm is None else norm
+        if self.precision_plugin.engine is None:
+            raise RuntimeError("There are no gradients before and after Trainer.fit.")
+        return self.precision_plugin.global_norm()
 
     # State
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        super().load_model_state_dict(checkpoint, strict)
-        if not self.precision_plugin.fp32_master:
-            return
-        if self._engine is not None and self._engine.live:
-            self._engine.schedule.rest()
-            self._engine.load_masters(checkpoint["state_dict"])
-        else:
-            self._loaded = checkpoint["state_dict"]
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         if self._engine is None or not self._engine.live:
             return super().lightning_module_state_dict()
-        return module_state(self._engine, self.lightning_module)
+        return self._checkpoints.module_state(self._engine, self.lightning_module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -459,7 +463,53 @@ class ZeroStrategy(DDPStrategy):
         sharded = None if self._trained is None else self._trained.sharded(optimizer)
         if self._trained is None or sharded is None:
             return super().optimizer_state(optimizer)
-        return optimizer_state(self._trained, sharded)
+        return self._checkpoints.optimizer_state(self._trained, sharded)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        assert self.lightning_module is not None
+        engine = self._trained or self._engine
+        self._checkpoints.add_record(checkpoint, engine, self.lightning_module)
+        if self._checkpoints.sharded:
+            self._checkpoints.save(checkpoint, self.broadcast(filepath), engine)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self._checkpoints.wait()
+        super().remove_checkpoint(filepath)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        self._checkpoints.wait()
+        path = self.broadcast(checkpoint_path)
+        if type(self.checkpoint_io) is TorchCheckpointIO:
+            checkpoint = self._checkpoints.load(path, trust=weights_only is False)
+            if checkpoint is not None:
+                return checkpoint
+        return super().load_checkpoint(path, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        state = checkpoint["state_dict"]
+        live = self._engine is not None and self._engine.live
+        # Before set-up, rank 0's values are the ones that count.
+        skips = not live and self.global_rank != 0
+        with skipping(state) if skips else nullcontext(state) as values:
+            self.lightning_module.load_state_dict(values, strict=strict)
+        if not self.precision_plugin.fp32_master:
+            return
+        if self._engine is not None and live:
+            self._engine.schedule.rest()
+            self._engine.load_masters(state)
+        else:
+            self._loaded = state
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -467,6 +517,12 @@ class ZeroStrategy(DDPStrategy):
         for optimizer, state in zip(self.optimizers, states, strict=False):
             self.engine.attach(optimizer).load_state_dict(state)
             _optimizer_to_device(optimizer, self.root_device)
+        # From here to the first epoch an uninterrupted run draws nothing either.
+        self._checkpoints.restore_rng(self.root_device)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._checkpoints.restore_rng_in_epoch(self.root_device)
 
     # Names
 

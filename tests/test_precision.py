@@ -33,7 +33,9 @@ class Rows(Dataset[Any]):
     """As many rows as steps need at two ranks, each another."""
 
     def __init__(self, shape: tuple[int, ...], steps: int = STEPS) -> None:
-        self.rows = torch.randn(2 * BATCH * steps, *shape, generator=torch.manual_seed(3))
+        self.rows = torch.randn(
+            2 * BATCH * steps, *shape, generator=torch.Generator().manual_seed(3)
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -226,6 +228,75 @@ def test_more_or_less_can_be_held_in_half_precision() -> None:
     run_ranks(body, 2, init=False)
 
 
+class Written(Net):
+    """Writes to weights inside the training step, in ways that leave no trace on the object."""
+
+    def build(self) -> None:
+        super().build()
+        self.table = nn.Embedding(16, 16)
+        self.bounded = nn.Embedding(16, 16, max_norm=0.5)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.table.weight[0].zero_()
+            self.table.weight.T[1].fill_(0.5)
+            self.layers[0].weight.view(-1)[:3] = 0.25
+            self.layers[1].weight.data.mul_(0.9)
+            self.layers[2].bias.detach().clamp_(-0.1, 0.1)
+            torch.clamp(self.layers[3].bias, -0.1, 0.1, out=self.layers[3].bias)
+        index = torch.arange(6)
+        return super().loss(batch + self.table(index) + self.bounded(index))
+
+
+@pytest.mark.parametrize("cast", ["auto", "all"])
+def test_writes_inside_the_training_step_are_kept(cast: str) -> None:
+    def body(rank: int, world_size: int) -> None:
+        settings = dict(precision="bf16-mixed", max_steps=4)
+        expected, losses, *_ = fit(rank, world_size, DDP, Written, **settings)
+        for stage in STAGES:
+            weights, mine, *_ = fit(rank, world_size, stage, Written, dict(cast=cast), **settings)
+            if cast == "auto":
+                assert mine == losses
+                assert_same_tensors(weights, expected)
+            for name, value in weights.items():  # AdamW moves by at most 0.04 in four steps
+                torch.testing.assert_close(value, expected[name], rtol=0, atol=0.085)
+
+    run_ranks(body, 2, init=False)
+
+
+class CompiledPart(Net):
+    """A compiled function that takes weights, and a compiled layer tied to a plain one."""
+
+    def build(self) -> None:
+        super().build()
+        self.plain = nn.Linear(16, 16)
+        part = nn.Linear(16, 16)
+        part.weight = self.plain.weight
+        self.part = torch.compile(part, backend="aot_eager")
+        self.function = torch.compile(F.linear, backend="aot_eager")
+
+    def loss(self, batch: Tensor) -> Tensor:
+        hidden = self.plain(self.part(self.layers(batch)))
+        return self.function(hidden, self.layers[0].weight, self.layers[0].bias).square().mean()
+
+
+@pytest.mark.parametrize("cast", ["auto", "all"])
+def test_compiled_parts_are_left_to_autocast(cast: str) -> None:
+    def body(rank: int, world_size: int) -> None:
+        settings = dict(precision="bf16-mixed", max_steps=3)
+        expected, losses, *_ = fit(rank, world_size, DDP, CompiledPart, **settings)
+        for stage in STAGES:
+            weights, mine, *_ = fit(
+                rank, world_size, stage, CompiledPart, dict(cast=cast), **settings
+            )
+            if cast == "auto":
+                assert mine == losses
+                assert_same_tensors(weights, expected)
+            assert mine == pytest.approx(losses, rel=0.01)
+
+    run_ranks(body, 2, init=False, timeout=120)
+
+
 def test_buffers_are_never_cast() -> None:
     class Buffers(Net):
         def build(self) -> None:
@@ -257,13 +328,22 @@ def test_buffers_are_never_cast() -> None:
 
 
 class Overflowing(Net):
-    """In its third step, rank 1 alone meets an infinite gradient."""
+    """In its third step, one element of a gradient is infinite, on rank 1 alone.
+
+    So it lies in the shard of one rank, and the other one has nothing but good gradients.
+    """
 
     def loss(self, batch: Tensor) -> Tensor:
-        loss = super().loss(batch)
+        hidden = self.layers[0](batch)
         if self.global_step_seen == 2 and self.global_rank == 1:
-            loss = loss * float("inf")
-        return loss
+            hidden.register_hook(self.overflow)
+        return self.layers[1:](hidden).square().mean()
+
+    @staticmethod
+    def overflow(grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        grad[..., 0] = float("inf")  # of the first row of the weight and of its bias
+        return grad
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.global_step_seen = batch_idx
@@ -559,6 +639,61 @@ def test_the_norm_before_clipping_can_be_asked_for_and_logged(
     run_ranks(body, 2, init=False, timeout=120)
 
 
+class TwoOptimizers(Logged):
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        self.first = list(self.layers[0].parameters())
+        self.second = list(self.layers[1].parameters())
+        return [torch.optim.SGD(params, lr=0.1) for params in (self.first, self.second)]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grads = [p.grad.clone() for group in optimizer.param_groups for p in group["params"]]
+        self.expected = torch.nn.utils.get_total_norm(grads)
+
+
+def test_each_of_several_optimizers_has_a_norm() -> None:
+    def body(rank: int, world_size: int) -> None:
+        for stage in STAGES:
+            for logs in (True, False):
+                *_, trainer, model = fit(
+                    rank, world_size, stage, TwoOptimizers, dict(log_grad_norm=logs), max_steps=4
+                )
+                if logs:
+                    assert {"grad_norm/0", "grad_norm/1"} <= set(trainer.logged_metrics)
+                    assert trainer.logged_metrics["grad_norm/1"] == model.norms[-1]
+
+    run_ranks(body, 2, init=False)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_norm_that_is_not_finite_behaves_as_torchs(value: float) -> None:
+    class Broken(Net):
+        def loss(self, batch: Tensor) -> Tensor:
+            hidden = self.layers[0](batch)
+            hidden.register_hook(lambda grad: torch.where(grad == grad.max(), value, grad))
+            return self.layers[1:](hidden).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def body(rank: int, world_size: int) -> None:
+        settings = dict(gradient_clip_val=1.0, max_steps=1)
+        expected, *_ = fit(rank, world_size, DDP, Broken, **settings)
+        for stage in STAGES:
+            weights, *_ = fit(rank, world_size, stage, Broken, **settings)
+            for name, weight in weights.items():
+                torch.testing.assert_close(weight, expected[name], equal_nan=True)
+
+    run_ranks(body, 2, init=False)
+
+
 # Errors and refusals
 
 
@@ -653,7 +788,11 @@ def test_settings_without_a_meaning_are_refused() -> None:
         quiet_trainer(ZeroStrategy(cast="all"), 1)
     with pytest.raises(ValueError, match=r"fp32_master=True.*precision='bf16-mixed'"):
         quiet_trainer(ZeroStrategy(fp32_master=True), 1, precision="bf16-mixed")
-    with pytest.raises(ValueError, match="one of the two"):
+    with pytest.raises(ValueError, match=r"cast='all'.*precision='32-true'"):
+        ZeroPrecision("32-true", cast="all")
+    with pytest.raises(ValueError, match=r"reduce_dtype='fp16'.*precision='bf16-mixed'"):
+        ZeroPrecision("bf16-mixed", reduce_dtype="fp16")
+    with pytest.raises(ValueError, match="set it in the plugin"):
         plugin = ZeroPrecision("bf16-mixed", cast="none")
         quiet_trainer(ZeroStrategy(cast="all"), 1, plugins=[plugin])
     with pytest.raises(ValueError, match="precision='half'"):

@@ -94,6 +94,26 @@ class TensorEntry:
             start += segment.nbytes
         return torch.frombuffer(data, dtype=stored).view(self.shape).to(self.dtype)
 
+    def read_range(self, start: int, stop: int) -> Tensor:
+        """Read the elements from ``start`` to ``stop`` in row-major order, 1-D."""
+        stored = self.stored or self.dtype
+        segments = self.locate() if stop > start else []
+        if segments is None:
+            return self._loaded().view(-1)[start:stop].to(self.dtype, copy=True)
+        size = stored.itemsize
+        data = bytearray(max(stop - start, 0) * size)
+        done, at = 0, 0  # bytes read, and where a segment starts in the tensor
+        for segment in segments:
+            first = max(start * size - at, 0)
+            n = min(segment.nbytes, stop * size - at) - first
+            if n > 0:
+                _read_into(segment, first, memoryview(data)[done : done + n], self.where)
+                done += n
+            at += segment.nbytes
+        if not data:
+            return torch.empty(0, dtype=self.dtype)
+        return torch.frombuffer(data, dtype=stored).to(self.dtype)
+
     def _loaded(self) -> Tensor:
         assert self.load is not None
         return self.load().contiguous()

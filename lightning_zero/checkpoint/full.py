@@ -6,11 +6,12 @@ without memory, so that code which edits a checkpoint before it is written runs 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.engine.collectives import Collectives
 from lightning_zero.engine.engine import ZeroEngine
@@ -19,6 +20,8 @@ from lightning_zero.engine.optimizer import OwningOptimizer, ShardedOptimizer
 from lightning_zero.engine.parameter import ZeroParameter
 from lightning_zero.engine.slot import ParameterSlot
 from lightning_zero.engine.unit import Unit
+
+_BATCH = 64 * 2**20  # bytes of optimizer state that travel at a time
 
 
 def module_state(engine: ZeroEngine, module: nn.Module) -> dict[str, Any]:
@@ -85,17 +88,36 @@ def optimizer_state(engine: ZeroEngine, sharded: ShardedOptimizer) -> dict[str, 
 def _owned_states(
     collectives: Collectives, states: Mapping[Any, Any], owners: Mapping[int, int]
 ) -> dict[Any, Any]:
-    """Bring the state of each parameter from its owner to rank 0, one after the other."""
+    """Bring the state of each parameter from its owner to rank 0, some at a time."""
     rank = collectives.rank
     owned = {key: state for key, state in states.items() if owners.get(key) == rank}
     outlines = share(collectives, _moved(owned, "meta"), "names of optimizer state")
     full = {key: state for key, state in states.items() if key not in owners}
-    for number in sorted(number for outline in outlines for number in outline):
-        owner = owners[number]
-        state = _moved(owned[number], "cpu") if rank == owner else None
-        state = deliver(collectives, state, owner, f"optimizer state {number}")
-        full[number] = state if rank == 0 else outlines[owner][number]
-    return full
+    for owner, outline in enumerate(outlines):
+        for numbers in _batches(outline):
+            mine = _moved({n: owned[n] for n in numbers}, "cpu") if rank == owner else None
+            batch = deliver(collectives, mine, owner, f"optimizer states of rank {owner}")
+            for number in numbers:
+                full[number] = batch[number] if rank == 0 else outline[number]
+    return {number: full[number] for number in sorted(full, key=_in_order)}
+
+
+def _batches(outline: Mapping[int, Any]) -> Iterator[list[int]]:
+    """Divide one owner's parameters so that the states of a batch are small, or of one."""
+    batch: list[int] = []
+    size = 0
+    for number, state in outline.items():
+        batch.append(number)
+        size += sum(t.nbytes for t in tree_leaves(state) if isinstance(t, Tensor))
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _in_order(number: Any) -> tuple[bool, Any]:
+    return isinstance(number, str), number
 
 
 def _moved(value: Any, device: str) -> Any:

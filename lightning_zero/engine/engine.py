@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -10,21 +9,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed import ProcessGroup
-from torch.nn.parameter import is_lazy
 
 from lightning_zero.engine import clipping
 from lightning_zero.engine.autocast import lowered_parameters, watched_parameters
 from lightning_zero.engine.buffers import BufferSync
+from lightning_zero.engine.checks import check_module, same_on_all_ranks
 from lightning_zero.engine.collectives import Collectives
 from lightning_zero.engine.flags import GradientFlags
 from lightning_zero.engine.kinds import OptimizerSharding, combining, needs_whole
 from lightning_zero.engine.numerics import Numerics
 from lightning_zero.engine.optimizer import OwningOptimizer, ShardedOptimizer
 from lightning_zero.engine.ownership import Owners
-from lightning_zero.engine.parameter import ZeroParameter
 from lightning_zero.engine.placement import Placement, StagePlacement, placement_of
 from lightning_zero.engine.probe import Findings, examine
 from lightning_zero.engine.saved import SavedParameters
@@ -76,6 +73,7 @@ class ZeroEngine:
         units: The units, in the order of registration.
         collectives: How the ranks talk, with its count of traffic.
         live: Whether the module is sharded; False after ``restore`` and ``abandon``.
+        abandoned: Whether the run ended with an error.
 
     Raises:
         ValueError: If an argument or a parameter cannot be used; the message says which and why.
@@ -100,7 +98,7 @@ class ZeroEngine:
         placement = placement_of(stage)
         device = device or _device_of(module)
         numerics = numerics or Numerics()
-        with _same_on_all_ranks(module, group):
+        with same_on_all_ranks(module, group):
             check_module(module, device)
             plan_units(module, auto_wrap_policy)  # refuses a wrong policy at every stage
         self.module = module
@@ -132,7 +130,7 @@ class ZeroEngine:
         self._owners = Owners(self.collectives.world_size)
         self._optimizers: dict[int, ShardedOptimizer] = {}
         self.live = True
-        self._abandoned = False
+        self.abandoned = False
         self._unwatched = self.slots  # frozen parameters, which cannot have gradient hooks
         self._grad_hooks: list[Any] = []
         self._module_hooks: list[Any] = []
@@ -246,6 +244,13 @@ class ZeroEngine:
                 "traffic if it does; 'whole' says the same without this message.",
                 type(optimizer).__name__,
             )
+        if self.collectives.rank == 0 and not found.tried:
+            _log.warning(
+                "%s could not be tried on small tensors, so nobody knows whether it updates each "
+                "parameter by itself. If it combines them, as by a norm over all gradients, it "
+                "computes something else here than under ddp.",
+                type(optimizer).__name__,
+            )
         return found
 
     def sharded(self, optimizer: optim.Optimizer) -> ShardedOptimizer | None:
@@ -311,6 +316,10 @@ class ZeroEngine:
         """Count the bytes of the full parameters, without padding."""
         return sum(slot.numel * slot.unit.dtype.itemsize for slot in self.slots)
 
+    def held_nbytes(self) -> int:
+        """Count the bytes that ``hold`` keeps."""
+        return sum(buffer.flat_nbytes for unit in self.units for buffer in unit.buffers)
+
     def summary(self) -> str:
         """Say in one line what was sharded."""
         numel = sum(slot.numel for slot in self.slots)
@@ -357,7 +366,7 @@ class ZeroEngine:
         Replicated weights stay as they are; reading sharded ones becomes an error.
         """
         self._let_go()
-        self._abandoned = True
+        self.abandoned = True
         _abandoned.append(self)
         self.collectives.hurry()
         for unit in self.units:
@@ -368,7 +377,7 @@ class ZeroEngine:
 
         Waits until the other ranks have read what they still read of this one's memory.
         """
-        if not self._abandoned:
+        if not self.abandoned:
             for unit in self.units:
                 self.collectives.await_readers(unit.shard)
         self.collectives.close()
@@ -388,39 +397,6 @@ class ZeroEngine:
 
 _abandoned: list[ZeroEngine] = []
 """Kept for ever: the other ranks may still read and write what a failed rank has offered them."""
-
-
-@contextmanager
-def _same_on_all_ranks(
-    module: nn.Module, group: ProcessGroup | None
-) -> Generator[None, None, None]:
-    """Let what is refused on one rank be refused on all, and modules that differ be refused."""
-    if not (dist.is_available() and dist.is_initialized()):
-        yield
-        return
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as reason:
-        error = reason
-    layout = [
-        (name, tuple(param.shape), str(param.dtype), param.requires_grad)
-        for name, param in module.named_parameters()
-        if not is_lazy(param)
-    ]
-    digest = hashlib.sha256(repr(layout).encode()).hexdigest()
-    cards: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(cards, (None if error is None else str(error), digest), group=group)
-    if error is not None:
-        raise error
-    for rank, (text, other) in enumerate(cards):
-        if text is not None:
-            raise RuntimeError(f"Rank {rank} cannot shard its module: {text}")
-        if other != cards[0][1]:
-            raise RuntimeError(
-                f"The parameters of rank {rank} differ from those of rank 0 in names, shapes, "
-                "dtypes or requires_grad: build the same module on every rank."
-            )
 
 
 def _halves(module: nn.Module, device: torch.device, numerics: Numerics) -> set[int]:
@@ -482,34 +458,3 @@ def _module_hooks(schedule: Schedule, units: list[Unit]) -> tuple[ModuleHook, Mo
 def _device_of(module: nn.Module) -> torch.device:
     param = next(module.parameters(), None)
     return torch.device("cpu") if param is None else param.device
-
-
-def check_module(module: nn.Module, device: torch.device) -> None:
-    """Refuse a module that cannot be sharded.
-
-    Raises:
-        ValueError: If a parameter has no values yet or lies on another device.
-    """
-    for name, param in module.named_parameters():
-        if is_lazy(param):
-            raise ValueError(
-                f"{name} is not initialised yet (a lazy layer): run a batch through the module "
-                "before training starts, for example in setup()."
-            )
-        if param.device.type == "meta":
-            raise ValueError(
-                f"{name} is on the meta device and has no values: give it some in "
-                "LightningModule.configure_model()."
-            )
-        if param.device.type != "cpu" and param.device != device:
-            raise ValueError(
-                f"{name} is on {param.device}, but this rank trains on {device}: leave the module "
-                "on the CPU, from where it is moved unit by unit."
-            )
-        if isinstance(param, ZeroParameter):
-            raise ValueError(
-                f"{name} is still sharded by an earlier run, which ended with an error or left the "
-                "weights sharded (restore_weights): build the module anew."
-            )
-        if param.layout is not torch.strided:
-            raise ValueError(f"{name} has the layout {param.layout}: only dense ones are sharded.")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_zero.engine.autocast import FUNCTIONS
+from lightning_zero.engine.autocast import is_lowered
 from lightning_zero.engine.flat import FlatBuffer, FlatState
 
 if TYPE_CHECKING:
@@ -25,14 +25,13 @@ class HalfValues(FlatBuffer):
 
     Under autocast, functions that compute in half precision read these. The parameters themselves
     stay fp32 in type, and anything else that reads them gathers fp32 values from the masters. So
-    the numbers are those of autocast whatever the code does.
+    the numbers are those of autocast whatever the code does, unless ``reads_all``.
 
     Args:
         unit: The unit; its shards hold values already.
         dtype: fp16 or bf16.
         sharded: Whether these values are absent between uses.
-        reads_all: Whether every function reads them, not only those that autocast lowers; the
-            others are given them widened to fp32.
+        reads_all: Whether other functions read them too, widened to fp32, unless they might write.
 
     Attributes:
         unit: The unit.
@@ -45,7 +44,7 @@ class HalfValues(FlatBuffer):
         self.unit = unit
         self.reads_all = reads_all
         self._device_type = unit.flat.device.type
-        self._view_all()
+        self._renew_views()
         self._know_storage()
         self.shard.copy_(unit.shard)
         self.rest()
@@ -73,24 +72,26 @@ class HalfValues(FlatBuffer):
         if self.shards_parameters or self.state is FlatState.RESTING:
             self.shard.data.copy_(self.unit.shard.data)
 
-    def serves(self, func: Callable[..., Any]) -> bool:
-        """Say whether a function, called now, is to read these values."""
-        if not torch.is_autocast_enabled(self._device_type):
+    def serves(self, func: Callable[..., Any], slot: ParameterSlot) -> bool:
+        """Say whether a function, called now on a parameter, is to read these values."""
+        if not torch.is_autocast_enabled(self._device_type) or torch.compiler.is_compiling():
             return False
         if torch.get_autocast_dtype(self._device_type) is not self.dtype:
             return False
-        return func in FUNCTIONS or (self.reads_all and not _may_write(func))
+        if is_lowered(func, self._device_type, self.dtype):
+            return True
+        # What writes to a view of a parameter does so without gradients, or autograd refuses.
+        reads = torch.is_grad_enabled() and slot.param.requires_grad and not _may_write(func)
+        return self.reads_all and (reads or func in _PURE)
 
     def of(self, slot: ParameterSlot, func: Callable[..., Any]) -> Tensor:
         """Return the working values of one parameter for a function, connected for autograd."""
         values: Tensor = _Lower.apply(slot.param, self, slot)  # type: ignore[no-untyped-call]
-        return values if func in FUNCTIONS or func is F.embedding else values.float()
-
-    def _view_all(self) -> None:
-        self._views = {id(slot): slot.in_flat(self.flat) for slot in self.unit.slots}
+        lowered = is_lowered(func, self._device_type, self.dtype)
+        return values if lowered or func is F.embedding else values.float()
 
     def _renew_views(self) -> None:
-        self._view_all()
+        self._views = {id(slot): slot.in_flat(self.flat) for slot in self.unit.slots}
 
     def view(self, slot: ParameterSlot) -> Tensor:
         """View the working values of one parameter, in full shape."""
@@ -107,6 +108,9 @@ class _Lower(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0].float(), None, None
+
+
+_PURE = frozenset({F.embedding, F.layer_norm, F.group_norm, F.batch_norm, F.rms_norm, F.prelu})
 
 
 def _may_write(func: Callable[..., Any]) -> bool:

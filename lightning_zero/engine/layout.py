@@ -5,8 +5,10 @@ Nothing here touches a tensor or a process group, so planner, checkpoints and en
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 ALIGNMENT = 16
 """Parameters and shards start at multiples of this many elements: 64 bytes in fp32, as torch's own
@@ -73,3 +75,57 @@ class FlatLayout:
         stop = max(min(shard_start + self.shard_numel - offset, numel), start)
         inside = offset + start - shard_start if stop > start else 0
         return Slice(start, stop, inside)
+
+
+class Box(NamedTuple):
+    """A box of a tensor whose elements follow each other in row-major order.
+
+    Attributes:
+        offset: First index in each dimension.
+        size: Length in each dimension.
+        start: Its first element, counted in the whole tensor.
+    """
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    start: int
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Cover a range of elements of a row-major tensor with the fewest boxes.
+
+    Args:
+        shape: The tensor's shape.
+        start: First element of the range.
+        stop: One past its last element.
+
+    Returns:
+        At most ``2 * len(shape) - 1`` boxes, in order; none for an empty range.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), (), 0)]
+    inner = math.prod(shape[1:])
+    first, last = start // inner, stop // inner
+    if start % inner and first == last:
+        return _in_row(shape, first, start, stop)
+    found = []
+    if start % inner:
+        found += _in_row(shape, first, start, (first + 1) * inner)
+        first += 1
+    if last > first:
+        zeros = (0,) * (len(shape) - 1)
+        found.append(Box((first, *zeros), (last - first, *shape[1:]), first * inner))
+    if stop % inner:
+        found += _in_row(shape, last, last * inner, stop)
+    return found
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
+    """Cover a range within one index of the first dimension."""
+    begin = row * math.prod(shape[1:])
+    return [
+        Box((row, *box.offset), (1, *box.size), begin + box.start)
+        for box in boxes(shape[1:], start - begin, stop - begin)
+    ]

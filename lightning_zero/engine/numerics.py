@@ -21,7 +21,8 @@ class Numerics:
             sharded fp32 master. ``"auto"``: those that autocast would cast anyway (the results are
             the same); ``"all"``: every one, and their gradients too until the step; ``"none"``:
             none, so autocast casts at each use.
-        reduce: In which gradients travel and are summed. Default: their own, but fp32 at least.
+        reduce: In which gradients travel and are summed, if they are not wider than fp32. Default:
+            their own, but fp32 at least.
         master: Of the masters of half-precision parameters. Default: the parameters' own.
     """
 
@@ -32,9 +33,8 @@ class Numerics:
 
     def reduce_dtype(self, grads: torch.dtype) -> torch.dtype:
         """Say in which dtype gradients are summed over the ranks."""
-        if self.reduce is not None and grads.is_floating_point:
-            return self.reduce
-        return wide_dtype(grads)
+        wide = wide_dtype(grads)
+        return self.reduce if self.reduce is not None and wide is torch.float32 else wide
 
     def master_dtype(self, params: torch.dtype) -> torch.dtype:
         """Say in which dtype the optimizer updates parameters of dtype ``params``."""

@@ -33,6 +33,14 @@ def deliver(collectives: Collectives, value: Any, source: int, label: str) -> An
     return None if blob is None else _unpack(blob)
 
 
+def gather(collectives: Collectives, value: Any, label: str) -> list[Any]:
+    """Return the objects of all ranks, by rank, on rank 0, and only this one's on others."""
+    rank, size = collectives.rank, collectives.world_size
+    blobs: list[Tensor | None] = [_pack(value), *[None] * (size - 1)]
+    received = _swap(collectives, blobs, [rank == 0] * size, label)
+    return [None if blob is None else _unpack(blob) for blob in received] if rank == 0 else [value]
+
+
 def share(collectives: Collectives, value: Any, label: str) -> list[Any]:
     """Return the objects of all ranks on every rank, by rank. Every rank must call it."""
     blob = _pack(value)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.utils._pytree import tree_map
 
 from lightning_zero.engine.collectives import Collectives
 from lightning_zero.engine.ownership import Loan, Owners
@@ -176,7 +177,7 @@ class ShardedOptimizer:
         pairs = [(states[slot.param], slot) for slot in self.slots() if states.get(slot.param)]
         shaped = _shaped_keys(pairs)
         for state, slot in pairs:
-            states[slot.param] = _cut(state, slot, shaped)
+            states[slot.param] = tree_map(_copied, _cut(state, slot, shaped))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of full shapes, as DDP saves it; keep this rank's part.
@@ -196,7 +197,7 @@ class ShardedOptimizer:
         states = state_dict["state"]
         pairs = {key: (states[key], by_number[key]) for key in states if key in by_number}
         rest = {key: state for key, state in states.items() if key not in by_number}
-        state = {**rest, **self._keep(pairs)}
+        state = tree_map(_copied, {**rest, **self._keep(pairs)})
         with _as_masters(slots):
             self.optimizer.load_state_dict({**state_dict, "state": state})
 
@@ -271,22 +272,23 @@ class OwningOptimizer(ShardedOptimizer):
         self._loan.give_back(type(self.optimizer).__name__)
 
     def _cleared(self) -> list[ParameterSlot]:
-        words = [self._is_mine(slot) and local_grad(slot.param) is None for slot in self._shown]
+        words = [self.is_mine(slot) and local_grad(slot.param) is None for slot in self._shown]
         told = torch.tensor(words, dtype=torch.uint8, device=self._collectives.device)
         self._collectives.maximum(told, "exchange of cleared gradients").wait()
         return [slot for slot, yes in zip(self._shown, told.tolist(), strict=True) if yes]
 
-    def _is_mine(self, slot: ParameterSlot) -> bool:
+    def is_mine(self, slot: ParameterSlot) -> bool:
+        """Say whether this rank owns a parameter."""
         return self.owners.of(slot) == self._collectives.rank
 
     def _shard_state(self) -> None:
         states = self.optimizer.state
         for slot in self.slots():
-            if not self._is_mine(slot):
+            if not self.is_mine(slot):
                 states.pop(slot.param, None)
 
     def _keep(self, pairs: Mapping[int, tuple[State, ParameterSlot]]) -> dict[int, State]:
-        return {number: state for number, (state, slot) in pairs.items() if self._is_mine(slot)}
+        return {number: state for number, (state, slot) in pairs.items() if self.is_mine(slot)}
 
 
 @contextmanager
@@ -321,6 +323,11 @@ def _is_step(frame: FrameType) -> bool:
     )
 
 
+def _copied(value: Any) -> Any:
+    """Copy a tensor of a checkpoint, which may still be in its file."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def _shaped_keys(pairs: Sequence[tuple[Mapping[str, Any], ParameterSlot]]) -> set[str]:
     """List the state that has its parameter's shape, judged by all parameters that are no scalars.
 
@@ -338,9 +345,7 @@ def _shaped_keys(pairs: Sequence[tuple[Mapping[str, Any], ParameterSlot]]) -> se
 
 def _cut(state: Mapping[str, Any], slot: ParameterSlot, shaped: set[str]) -> State:
     return {
-        key: slot.cut(value).to(slot.state_dtype(value.dtype), copy=True)
-        if key in shaped
-        else value
+        key: slot.cut(value).to(slot.state_dtype(value.dtype)) if key in shaped else value
         for key, value in state.items()
     }
 

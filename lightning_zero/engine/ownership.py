@@ -120,10 +120,6 @@ class Loan:
             slots,
         )
 
-    def forget(self) -> None:
-        """Drop what was borrowed, after a step that has raised."""
-        self._slots = []
-
     def _is_mine(self, slot: ParameterSlot) -> bool:
         return self._owners.of(slot) == self._talk.rank
 

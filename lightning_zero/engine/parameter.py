@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_zero.engine.autocast import FUNCTIONS, lowered_arguments
+from lightning_zero.engine.autocast import lowered_arguments
 
 if TYPE_CHECKING:
     from lightning_zero.engine.slot import ParameterSlot
@@ -151,10 +151,9 @@ def _lower(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     Returns:
         The arguments, or None if it reads no such values.
     """
-    if func in FUNCTIONS:
-        candidates: Iterable[Any] = lowered_arguments(func, args, kwargs)
-    else:
-        candidates = _leaves((args, kwargs))
+    if kwargs.get("out") is not None or _renormalises(func, args, kwargs):
+        return None
+    candidates = lowered_arguments(func, args, kwargs)
     slots = {id(leaf): leaf.zero_slot for leaf in candidates if isinstance(leaf, ZeroParameter)}
     halves = {key: slot.half_for(func) for key, slot in slots.items()}
     used = dict.fromkeys(half for half in halves.values() if half is not None)
@@ -168,6 +167,11 @@ def _lower(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         tuple(_replace(argument, values) for argument in args),
         {key: _replace(argument, values) for key, argument in kwargs.items()},
     )
+
+
+def _renormalises(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
+    """Say whether an embedding is to write to its table."""
+    return func is F.embedding and (*args[3:4], kwargs.get("max_norm"))[0] is not None
 
 
 # Not a function inside `_lower`: as it calls itself, it would be a cycle that holds the values.
@@ -206,6 +210,12 @@ def _awaken(func: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None) 
     return result.float() if lowered is not None and func is F.embedding else result
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _awaken_eagerly(func: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None) -> Any:
+    """Run ``func`` between two graphs: what gathers must not become part of one."""
+    return _awaken(func, args, kwargs)
+
+
 class RestingParameter(ZeroParameter):
     """The resting face."""
 
@@ -213,7 +223,8 @@ class RestingParameter(ZeroParameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return _awaken(func, args, kwargs)
+        awaken = _awaken_eagerly if torch.compiler.is_compiling() else _awaken
+        return awaken(func, args, kwargs)
 
 
 class OwnedElsewhere(ZeroParameter):
@@ -266,7 +277,8 @@ class RestingGrad(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return _awaken(func, args, kwargs)
+        awaken = _awaken_eagerly if torch.compiler.is_compiling() else _awaken
+        return awaken(func, args, kwargs)
 
 
 METADATA = _metadata()

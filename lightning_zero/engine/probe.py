@@ -46,15 +46,17 @@ class _Unsure(Exception):
 
 
 class Findings(NamedTuple):
-    """What a trial has shown; neither, if the optimizer is random or cannot be tried.
+    """What a trial has shown.
 
     Attributes:
         combines: The update of one parameter depends on another one.
         needs_grads: It fails where a parameter has no gradient.
+        tried: The optimizer is not random and could be tried, so that the others mean something.
     """
 
     combines: bool = False
     needs_grads: bool = False
+    tried: bool = True
 
 
 def examine(optimizer: optim.Optimizer) -> Findings:
@@ -63,7 +65,7 @@ def examine(optimizer: optim.Optimizer) -> Findings:
         try:
             found = [_try(optimizer, scale) for scale in _SCALES]
         except Exception:  # whatever code of others may raise
-            return Findings()
+            return Findings(tried=False)
         return Findings(*map(any, zip(*found, strict=True)))
 
 
@@ -118,10 +120,10 @@ def _run(
     Returns:
         By how much each parameter has moved.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float32)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
     copies, params = [], []
     for group in groups:
@@ -210,7 +212,9 @@ def _undisturbed() -> Generator[None, None, None]:
         torch.compiler.set_stance("force_eager"),
     ):
         warnings.simplefilter("ignore")
-        yield
-    random.setstate(numbers)
-    if numpy is not None:
-        numpy.random.set_state(arrays)
+        try:
+            yield
+        finally:
+            random.setstate(numbers)
+            if numpy is not None:
+                numpy.random.set_state(arrays)

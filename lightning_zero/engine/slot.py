@@ -91,7 +91,7 @@ class ParameterSlot:
     def half_for(self, func: Callable[..., Any]) -> HalfValues | None:
         """Return the half-precision working values if a function, called now, is to read them."""
         half = self.unit.half
-        return half if half is not None and half.serves(func) else None
+        return half if half is not None and half.serves(func, self) else None
 
     def read_grad(self) -> Tensor | None:
         """Hand out the averaged gradient, or None; its values are gathered when they are used."""

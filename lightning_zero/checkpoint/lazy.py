@@ -1,0 +1,79 @@
+"""Tensors that are still in a file, and read by whatever uses them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_zero.checkpoint.entries import TensorEntry
+
+
+class LazyTensor(Tensor):
+    """A tensor of a checkpoint. Asking for its shape and dtype reads nothing; a slice reads itself.
+
+    Attributes:
+        entry: Where it is.
+        skips: Whether copying from it does nothing, since another rank's values will come instead.
+    """
+
+    entry: TensorEntry
+    skips: bool
+    _range: tuple[int, int] | None
+
+    @staticmethod
+    def __new__(cls, entry: TensorEntry, numels: tuple[int, int] | None = None) -> LazyTensor:
+        shape = entry.shape if numels is None else (numels[1] - numels[0],)
+        self: LazyTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=entry.dtype)
+        self.entry = entry
+        self.skips = False
+        self._range = numels
+        return self
+
+    def __init__(self, entry: TensorEntry, numels: tuple[int, int] | None = None) -> None:
+        super().__init__()
+
+    def read(self) -> Tensor:
+        """Read the values."""
+        if self._range is None:
+            return self.entry.read()
+        return self.entry.read_range(*self._range)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"LazyTensor({self.entry.where}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        if func is torch.ops.aten.copy_.default and isinstance(args[1], LazyTensor):
+            return args[0] if args[1].skips else args[0].copy_(args[1].read())
+        part = _part(func, args)
+        if part is not None:
+            return part
+        return func(*tree_map(_read, args), **tree_map(_read, kwargs))
+
+
+def _part(func: Any, args: Any) -> LazyTensor | None:
+    """Take a flat view, or a slice of one, without reading."""
+    lazy = args[0]
+    if not isinstance(lazy, LazyTensor):
+        return None
+    flat = func is torch.ops.aten.as_strided.default and lazy._range is None
+    if flat and tuple(map(tuple, args[1:3])) == ((lazy.numel(),), (1,)) and not any(args[3:]):
+        return LazyTensor(lazy.entry, (0, lazy.numel()))
+    if func is torch.ops.aten.slice.Tensor and lazy._range is not None:
+        begin, end, step = slice(*args[2:5]).indices(lazy.numel())
+        if step == 1:
+            first = lazy._range[0]
+            return LazyTensor(lazy.entry, (first + begin, first + max(begin, end)))
+    return None
+
+
+def _read(value: Any) -> Any:
+    return value.read() if isinstance(value, LazyTensor) else value
