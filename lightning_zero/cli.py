@@ -22,7 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 1 for an error, 2 for wrong usage (then by ``SystemExit``).
     """
-    parser = argparse.ArgumentParser(prog="lightning-zero", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="lightning-zero", description="Convert and inspect checkpoints."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_convert(commands)
     _add_inspect(commands)

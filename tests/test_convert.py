@@ -286,6 +286,10 @@ def test_the_destination_is_overwritten_only_by_force(sharded: Path, tmp_path: P
             convert(sharded, destination)
         convert(sharded, destination, force=True)
     assert open_checkpoint(tmp_path / "folder").record["stage"] == 3
+    (tmp_path / "m.safetensors.index.json").touch()
+    with pytest.raises(FileExistsError, match=r"index\.json exists"):
+        convert(full, tmp_path / "m.safetensors", max_shard_size=400)
+    assert not list(tmp_path.glob("m-*"))
     convert(tmp_path / "a.pt", tmp_path / "a.pt", dtype="bf16", force=True)
     assert load(tmp_path / "a.pt")["alone"].dtype == torch.bfloat16
     assert no_leftovers(tmp_path)

@@ -220,13 +220,15 @@ class _Job:
         if len(parts) == 1:
             return [self._safetensors(self.destination, kept, ties, advance)]
         stem, files, places = self.destination.stem, [], {}
-        for number, part in enumerate(parts, 1):
-            name = f"{stem}-{number:05}-of-{len(parts):05}.safetensors"
-            tied = {alias: name for alias, name in ties.items() if name in part}
+        index = self.destination.with_name(f"{stem}.safetensors.index.json")
+        names = [f"{stem}-{n:05}-of-{len(parts):05}.safetensors" for n in range(1, len(parts) + 1)]
+        for path in (index, *map(self.destination.with_name, names)):
+            self._check_free(path)  # before the first of them is written
+        for name, part in zip(names, parts, strict=True):
+            tied = {alias: first for alias, first in ties.items() if first in part}
             path = self.destination.with_name(name)
             files.append(self._safetensors(path, part, tied, advance))
             places.update(dict.fromkeys(part, name))
-        index = self.destination.with_name(f"{stem}.safetensors.index.json")
         total = sum(entry.nbytes for entry in kept.values())
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2)
         with self._file(index) as temporary, open(temporary, "w", encoding="utf-8") as file:
@@ -282,11 +284,14 @@ class _Job:
         states = [by_number(optimizer, where) for optimizer in self.view.optimizers]
         return {"lr_schedulers": [], **checkpoint, "optimizer_states": states}
 
+    def _check_free(self, path: Path) -> None:
+        if path.exists() and not self.force:
+            raise FileExistsError(f"{path} exists: pass --force to overwrite it")
+
     @contextlib.contextmanager
     def _file(self, path: Path) -> Iterator[Path]:
         """Name a temporary sibling, and put it in the place of ``path`` once it is written."""
-        if path.exists() and not self.force:
-            raise FileExistsError(f"{path} exists: pass --force to overwrite it")
+        self._check_free(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp{path.suffix}")
         aside = path.with_name(f".{path.name}.{os.getpid()}.old")
