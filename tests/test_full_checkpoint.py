@@ -219,7 +219,8 @@ def test_the_file_holds_exactly_what_that_of_ddp_holds(
     ours, theirs = load(path), load(reference)
     assert path.name == reference.name
     assert_same_content(without_paths(ours), without_paths(theirs))
-    assert abs(path.stat().st_size - reference.stat().st_size) < 1000
+    random_states = 16_000 * 2  # of two ranks
+    assert 0 <= path.stat().st_size - reference.stat().st_size < random_states
 
     weights = ours["state_dict"]
     assert weights["first.weight"].data_ptr() == weights["second.weight"].data_ptr()
