@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn, optim
 
+from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.kinds import needs_whole
 from lightning_zero.engine.ownership import assign
 from lightning_zero.engine.probe import Findings, examine
@@ -180,11 +181,7 @@ def test_an_optimizer_that_combines_parameters_is_found_out(
     [
         optimizers.Lamb,
         optimizers.Shampoo,
-        optimizers.Remembering,
         optimizers.Nested,
-        optimizers.Noisy,
-        optimizers.Stubborn,
-        Broken,
         optimizers.torch_muon,
         optim.Adafactor,
         optim.AdamW,
@@ -192,10 +189,24 @@ def test_an_optimizer_that_combines_parameters_is_found_out(
         lambda params: optimizers.MuonAndAdam(params, orthogonal=False),
     ],
 )
-def test_one_that_does_not_or_that_cannot_be_tried_passes(
-    make: Callable[..., optim.Optimizer],
-) -> None:
+def test_one_that_does_not_passes(make: Callable[..., optim.Optimizer]) -> None:
     assert examine(make(params())) == Findings()
+
+
+@pytest.mark.parametrize(
+    "make", [optimizers.Remembering, optimizers.Noisy, optimizers.Stubborn, Broken]
+)
+def test_one_that_cannot_be_tried_is_said_to_be(make: Callable[..., optim.Optimizer]) -> None:
+    assert examine(make(params())) == Findings(tried=False)
+
+
+def test_what_could_not_be_tried_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Linear(3, 3)
+    engine = ZeroEngine(module)
+    with caplog.at_level("WARNING", "lightning_zero"):
+        engine.attach(optimizers.Noisy(list(module.parameters())))
+    assert "Noisy could not be tried" in caplog.text
+    engine.restore()
 
 
 def test_one_that_takes_gradients_for_granted_is_found_out() -> None:
@@ -228,7 +239,7 @@ def test_the_trial_leaves_everything_as_it_was() -> None:
     expected = torch.rand(1).item(), random.random(), np.random.rand()
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(3)
-    assert examine(optimizer) == Findings()
+    assert examine(optimizer) == Findings(tried=False)
     assert (torch.rand(1).item(), random.random(), np.random.rand()) == expected
     assert all(map(torch.equal, held, before))
     assert not called
