@@ -91,7 +91,8 @@ class ZeroPrecision(Precision):
                 f"precision={inner.precision!r} ({type(inner).__name__}) is not supported by the "
                 f"zero strategies: use one of {', '.join(map(repr, _NAMES))}."
             )
-        self._check_meaning(inner.precision)
+        if not self.is_default:  # else Trainer(precision=...) has the word
+            self._check_meaning(inner.precision)
         self.inner = inner
         self.precision = inner.precision
         self.scaler: ZeroGradScaler | None = None
@@ -148,6 +149,7 @@ class ZeroPrecision(Precision):
 
     def attach(self, engine: ZeroEngine | None, device: torch.device) -> None:
         """Work with the gradients of an engine from now on, or with ordinary ones again."""
+        self._check_meaning(self.precision)
         self.engine = engine
         if isinstance(self.inner, MixedPrecision) and self.inner.device != device.type:
             self.inner.device = device.type  # made from a string, before the device was known

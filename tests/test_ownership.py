@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.kinds import needs_whole
 from lightning_zero.engine.ownership import assign
 from lightning_zero.engine.probe import Findings, examine
+from ranks import run_ranks
 
 sizes_of_a_group = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 10**9)), max_size=30)
 
@@ -247,3 +250,83 @@ def test_the_trial_leaves_everything_as_it_was() -> None:
     assert not optimizer.state
     assert [param.grad for param in held] == [None] * 4
     assert optimizer.param_groups[0]["params"] == held
+
+
+class Holding(optimizers.Clipping):
+    """Holds its parameters in a list of its own, and a lock."""
+
+    def __init__(self, given: Any, **settings: Any) -> None:
+        super().__init__(given, **settings)
+        self.held = [param for group in self.param_groups for param in group["params"]]
+        self.names = {param: str(number) for number, param in enumerate(self.held)}
+        self.lock = threading.Lock()
+
+
+class LateClipping(optimizers.Lamb):
+    """Divides by a norm over all gradients, after a warm-up."""
+
+    def __init__(self, given: Any, **settings: Any) -> None:
+        super().__init__(given, **settings)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        held = [param for group in self.param_groups for param in group["params"]]
+        grads = [param.grad for param in held if param.grad is not None]
+        if self.steps > 7:
+            norm = torch.nn.utils.get_total_norm(grads)
+            for grad in grads:
+                grad.div_(norm)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("make", [Holding, LateClipping])
+def test_one_that_hides_its_combining_is_found_out(make: Callable[..., optim.Optimizer]) -> None:
+    assert examine(make(params())).combines
+
+
+class Stacking(optim.Optimizer):
+    """Fails where nothing has a gradient."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(given, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            held = [param for param in group["params"] if param.grad is not None]
+            lengths = torch.stack([param.grad.norm() for param in held])
+            for param, length in zip(held, lengths, strict=True):
+                param.sub_(param.grad / (length + 1e-6), alpha=group["lr"])
+        return loss
+
+
+def test_a_rank_that_owns_nothing_does_not_trouble_the_optimizer() -> None:
+    assert examine(Stacking(params())) == Findings(needs_grads=True)
+
+    def body(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        module = nn.Linear(3, 3, bias=False)
+        alone = copy.deepcopy(module)
+        for stage in (1, 2, 3):
+            net = copy.deepcopy(module)
+            engine = ZeroEngine(net, stage=stage, stall_timeout=10.0)
+            optimizer = Stacking(net.parameters())
+            engine.attach(optimizer)
+            reference = Stacking(alone.parameters())
+            for _ in range(2):
+                with engine.forward():
+                    loss = net(torch.ones(3)).sum()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            engine.restore()
+            if stage == 1:
+                for _ in range(2):
+                    reference.zero_grad()
+                    alone(torch.ones(3)).sum().backward()
+                    reference.step()
+            assert torch.equal(net.weight, alone.weight)
+
+    run_ranks(body, 2)

@@ -264,6 +264,34 @@ def test_writes_inside_the_training_step_are_kept(cast: str) -> None:
     run_ranks(body, 2, init=False)
 
 
+class ReadAfterWriting(Net):
+    """Halves a weight and uses it in the same step."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.layers(batch)
+        with torch.no_grad():
+            self.layers[0].weight.mul_(0.5)
+            self.layers[1].weight.view(-1)[::2].zero_()
+            self.layers[2].weight.data.add_(0.1)
+        return super().loss(batch)
+
+
+@pytest.mark.parametrize("cast", ["auto", "all"])
+def test_a_write_is_seen_by_what_comes_after_it_in_the_same_step(cast: str) -> None:
+    def body(rank: int, world_size: int) -> None:
+        settings = dict(precision="bf16-mixed", max_steps=1)
+        expected, losses, *_ = fit(rank, world_size, DDP, ReadAfterWriting, **settings)
+        for stage in STAGES:
+            weights, mine, *_ = fit(
+                rank, world_size, stage, ReadAfterWriting, dict(cast=cast), **settings
+            )
+            assert mine == losses
+            if cast == "auto":
+                assert_same_tensors(weights, expected)
+
+    run_ranks(body, 2, init=False)
+
+
 class CompiledPart(Net):
     """A compiled function that takes weights, and a compiled layer tied to a plain one."""
 
@@ -792,6 +820,7 @@ def test_settings_without_a_meaning_are_refused() -> None:
         ZeroPrecision("32-true", cast="all")
     with pytest.raises(ValueError, match=r"reduce_dtype='fp16'.*precision='bf16-mixed'"):
         ZeroPrecision("bf16-mixed", reduce_dtype="fp16")
+    quiet_trainer(ZeroStrategy(reduce_dtype="fp16"), 1, plugins=scaled())
     with pytest.raises(ValueError, match="set it in the plugin"):
         plugin = ZeroPrecision("bf16-mixed", cast="none")
         quiet_trainer(ZeroStrategy(cast="all"), 1, plugins=[plugin])

@@ -326,3 +326,13 @@ def test_buckets_are_divided_by_dtype_and_trainability() -> None:
 def test_a_module_without_parameters_has_no_units() -> None:
     assert plan_units(nn.Sequential(nn.Tanh()), "auto") == []
     assert plan_buckets(nn.Sequential(nn.Tanh()), 25.0) == []
+
+
+def test_scripts_are_left_to_what_surrounds_them() -> None:
+    script = torch.jit.script(nn.Sequential(nn.Linear(256, 256), nn.Tanh()))
+    module = nn.Sequential(nn.Linear(256, 256), script, nn.Linear(256, 256))
+    for policy in ("auto", "layers"):
+        plans = plan_units(module, policy)
+        owner = {name: plan.name for plan in plans for name, _ in plan.params}
+        assert owner["1.0.weight"] == "root"
+        assert owner["0.weight"] == "0"

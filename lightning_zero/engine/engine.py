@@ -115,7 +115,8 @@ class ZeroEngine:
             plans = plan_units(module, auto_wrap_policy, halves)
         self.placement = placement
         self.units = _build_units(plans, placement, numerics, self.collectives)
-        self.collectives.reserve(max((unit.reduced_nbytes for unit in self.units), default=0))
+        reduced = (unit.reduced_nbytes for unit in self.units if unit.is_trainable)
+        self.collectives.reserve(max(reduced, default=0))
         self.slots = [slot for unit in self.units for slot in unit.slots]
         self._by_param = {id(slot.param): slot for slot in self.slots}
         # The left-over parameters are used between the other units, so they stay.
@@ -127,6 +128,7 @@ class ZeroEngine:
         self._buffers = BufferSync(module, self.collectives, broadcast_buffers)
         self._sharding = optimizer_sharding
         self._defers = placement.gradients is Placement.REPLICATED or not reduce_every_backward
+        self._in_no_sync = False
         self._owners = Owners(self.collectives.world_size)
         self._optimizers: dict[int, ShardedOptimizer] = {}
         self.live = True
@@ -157,7 +159,7 @@ class ZeroEngine:
         for sharded in self._optimizers.values():
             sharded.recover()
         self._watch_gradients()
-        self._buffers.before_forward(syncs_buffers and not self.schedule.blocked)
+        self._buffers.before_forward(syncs_buffers and not self._in_no_sync)
         self.schedule.begin_pass()
         yield
         self.schedule.end_forward()
@@ -165,11 +167,12 @@ class ZeroEngine:
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
         """Surround micro-batches whose gradients need not be averaged yet."""
-        before, self.schedule.blocked = self.schedule.blocked, self._defers
+        before = self.schedule.blocked, self._in_no_sync
+        self.schedule.blocked, self._in_no_sync = self._defers, True
         try:
             yield
         finally:
-            self.schedule.blocked = before
+            self.schedule.blocked, self._in_no_sync = before
 
     def backward(self) -> AbstractContextManager[None]:
         """Surround a backward pass, where a rank might find nothing to do while others do."""

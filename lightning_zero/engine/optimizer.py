@@ -241,6 +241,7 @@ class OwningOptimizer(ShardedOptimizer):
         self.owners = owners
         self._hides = hides
         self._hidden: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
+        self._groups: list[dict[str, Any]] | None = None
         self._collectives = collectives
         self._loan = Loan(owners, collectives)
         super().__init__(optimizer, slots, schedule, before_step)
@@ -259,12 +260,16 @@ class OwningOptimizer(ShardedOptimizer):
             for group in self.optimizer.param_groups:
                 self._hidden.append((group, group["params"]))
                 group["params"] = [p for p in group["params"] if not isinstance(p, OwnedElsewhere)]
+            groups = [group for group in self.optimizer.param_groups if group["params"]]
+            self._groups, self.optimizer.param_groups = self.optimizer.param_groups, groups
 
     def show_whole(self) -> set[Unit]:
         """Show whole parameters again, in all groups, as ``ShardedOptimizer`` does."""
         hidden, self._hidden = self._hidden, []
         for group, params in hidden:
             group["params"] = params
+        if self._groups is not None:
+            self.optimizer.param_groups, self._groups = self._groups, None
         return super().show_whole()
 
     def keep_parts(self) -> None:

@@ -160,6 +160,7 @@ def _lower(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     if not used:
         return None
     for half in used:
+        half.unit.keep_writes()  # of code before, to fp32 values that are still there
         half.use(*used)
     values = {key: half.of(slots[key], func) for key, half in halves.items() if half is not None}
 
@@ -252,7 +253,7 @@ class OwnedElsewhere(ZeroParameter):
                 return func(*args, **kwargs or {})
         for leaf in _leaves((args, kwargs or {})):
             if isinstance(leaf, OwnedElsewhere):
-                leaf._refuse("The values", "used")
+                leaf._refuse("The value", "used")
         raise RuntimeError("The values of a parameter were used without a gradient of it.")
 
     def _refuse(self, what: str, done: str) -> NoReturn:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import random
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -21,12 +22,13 @@ from torch import Tensor, nn, optim
 
 _KINDS = 4  # of param groups and numbers of dimensions that are tried
 _SIZES = (4, 6, 3, 2)  # of the dimensions, in order; 2 beyond
-_STEPS = 6  # some combine parameters only once their norms have grown
+_STEPS = 20  # some combine parameters only once their norms have grown
 _SCALES = (0.1, 100.0)  # of the gradients, below and above what anyone clips to
 _LOUDER = 7.0  # times that, for the gradients of other parameters
 _LARGE = 4096  # elements; a tensor of more is not copied for a trial
 _PLAIN = (bool, int, float, complex, str, bytes, type, type(None), torch.dtype, torch.device)
-_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+_CODE = (*_LOCKS, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 Groups = list[dict[str, Any]]
 
@@ -87,6 +89,10 @@ def _try(optimizer: optim.Optimizer, scale: float) -> Findings:
             combines |= _differ(_run(optimizer, groups, scales)[index], together[index])
         except Exception:
             needs_grads = True
+    try:
+        _run(optimizer, groups, [None] * count)
+    except Exception:
+        needs_grads = True
     return Findings(combines, needs_grads)
 
 
@@ -149,7 +155,7 @@ def _copy_of(optimizer: optim.Optimizer, groups: Groups) -> Callable[[], Any]:
     copy = object.__new__(cls)
     bare = _Bare().__dict__
     copy.__dict__.update(bare)
-    plain = _Copier(optimizer, copy)
+    plain = _Copier(optimizer, copy, groups)
     copy.defaults = plain(optimizer.defaults)
     for group in groups:
         settings = {key: plain(value) for key, value in group.items() if key != "params"}
@@ -175,11 +181,20 @@ class _Copier:
     Args:
         original: The optimizer that is copied.
         copy: What stands for it in the copy.
+        groups: The copy's, whose parameters stand for the original's of as many dimensions.
     """
 
-    def __init__(self, original: optim.Optimizer, copy: optim.Optimizer) -> None:
+    def __init__(self, original: optim.Optimizer, copy: optim.Optimizer, groups: Groups) -> None:
         self._original = original
         self._copy = copy
+        self._params = {
+            id(param): number
+            for number, param in enumerate(p for g in original.param_groups for p in g["params"])
+        }
+        self._tiny: dict[int, list[nn.Parameter]] = {}
+        for group in groups:
+            for param in group["params"]:
+                self._tiny.setdefault(param.dim(), []).append(param)
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, (*_PLAIN, *_CODE)):
@@ -191,6 +206,9 @@ class _Copier:
             if isinstance(value, collections.defaultdict):
                 return collections.defaultdict(value.default_factory, copied)
             return copied
+        if id(value) in self._params and value.dim() in self._tiny:
+            tiny = self._tiny[value.dim()]
+            return tiny[self._params[id(value)] % len(tiny)]
         if type(value) is Tensor and value.numel() <= _LARGE:
             return value.detach().clone().cpu()
         if isinstance(value, types.MethodType) and value.__self__ is self._original:

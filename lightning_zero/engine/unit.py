@@ -116,6 +116,12 @@ class Unit(FlatBuffer):
         return (self,) if self.half is None else (self, self.half)
 
     @property
+    def is_trainable(self) -> bool:
+        """Whether any of its parameters asks for a gradient now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(slot.param.requires_grad for slot in self.slots)
+
+    @property
     def reduced_nbytes(self) -> int:
         """Bytes of this rank's part of the gradients as they are summed."""
         return self.layout.shard_numel * self.reduce_dtype.itemsize

@@ -93,7 +93,8 @@ def plan_units(
         ValueError: If the policy is an unknown word or names a class that the module does not use.
         TypeError: If the policy is of a type that is none of the above.
     """
-    chosen = list(_chosen(module, policy))
+    # Scripts take no hooks, so what surrounds them gathers for them.
+    chosen = [c for c in _chosen(module, policy) if not isinstance(c, torch.jit.ScriptModule)]
     names = {id(child): name for name, child in module.named_modules()}
     by_name = {names[id(child)]: child for child in chosen}
     members: dict[int, list[tuple[str, nn.Parameter]]] = {}

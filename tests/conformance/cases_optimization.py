@@ -200,3 +200,25 @@ class SkippedSteps(Smooth):
 class Accumulation(Smooth):
     settings = dict(accumulate_grad_batches=3)
     exact = (1,)
+
+
+@case
+class AccumulatedBuffers(Case):
+    """Buffers that enter the loss, and differ between the ranks' micro-batches."""
+
+    settings = dict(accumulate_grad_batches=2)
+    exact = (1,)
+
+    def build(self) -> None:
+        self.net = nn.Linear(WIDTH, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("center", torch.zeros(8))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        hidden = self.norm(self.net(batch))
+        if self.training:
+            self.center.lerp_(hidden.detach().float().mean(0), 0.3)
+        return (hidden - self.center - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:  # no Adam: the bias before the norm has no true gradient
+        return torch.optim.SGD(self.parameters(), lr=0.1)
