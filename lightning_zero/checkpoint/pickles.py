@@ -113,8 +113,8 @@ def _load(file: Any, where: str, trust: bool, device: str) -> Any:
         named = [line.strip() for line in reason if "GLOBAL" in line or "Unsupported" in line]
         raise ValueError(
             f"{where}: this pickle wants to use code that is not known to be harmless "
-            f"({' '.join(named[:1] or reason[:1])}). If you trust its origin, pass --trust, or "
-            "trust=True"
+            f"({' '.join(named[:1] or reason[:1])}). If you trust its origin, pass "
+            "weights_only=False to the Trainer's method, or --trust to the converter"
         ) from error
     except (RuntimeError, EOFError, OSError, IndexError, KeyError) as error:
         if isinstance(error, FileNotFoundError):
