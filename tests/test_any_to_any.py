@@ -32,7 +32,7 @@ STEPS = 4  # two before the checkpoint and two after
 class Everything(Supervised):
     """Tied, frozen and odd parameters, buffers of several dtypes, groups and schedulers."""
 
-    def __init__(self) -> None:
+    def __init__(self, plain: bool = False) -> None:
         super().__init__(optimizer="AdamW", groups=True, schedule=True)
         self.enter = nn.Linear(FEATURES, 13)
         self.norm = nn.BatchNorm1d(13)  # with fixed statistics, which do not depend on the ranks
@@ -46,6 +46,9 @@ class Everything(Supervised):
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.shift = nn.Parameter(torch.zeros(1))
         self.turned = nn.Parameter(torch.randn(13, CLASSES).t() / 4)
+        if plain:  # FSDP2 takes neither scalars nor what is not contiguous
+            self.scale = nn.Parameter(torch.full((1,), 1.5))
+            self.turned = nn.Parameter(self.turned.detach().contiguous())
         self.register_buffer("count", torch.tensor(2**40 + 1))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -127,10 +130,11 @@ def train(
     path: Path,
     resumes: bool,
     precision: Any = "32-true",
+    plain: bool = False,
 ) -> Ended:
     """Run all steps and save in the middle, or run the rest of them from a checkpoint."""
     torch.manual_seed(2026 + resumes)
-    model = Saves()
+    model = Saves(plain)
     model.path = None if resumes else path
     trainer = quiet_trainer(
         make_strategy(name, kind), world_size, max_steps=STEPS, precision=precision
@@ -229,3 +233,72 @@ def test_a_run_goes_on_from_any_checkpoint_under_any_strategy(
     # From three ranks on, ddp sums gradients in an order of its own.
     orders = before > 2 and (name == DDP) != (target == DDP)
     assert_same_end(found, expected, exact=before == after and not orders)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("names", [("zero1", "zero3"), ("zero3", "zero2"), ("zero2", DDP)])
+def test_a_run_in_mixed_precision_goes_on_bit_for_bit(
+    names: tuple[str, str], kind: str, saved: Callable[..., Saved]
+) -> None:
+    path, expected = saved(names[0], kind, 2, "bf16-mixed")
+    if names[1] == DDP:
+        path = as_file(path)
+    found = run_ranks(train, 2, names[1], "full", path, True, "bf16-mixed", init=False)
+    assert_same_end(found, expected, exact=True)
+
+
+class Fsdp2(Saves):
+    """The model under Lightning's own strategy for FSDP2."""
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        if not hasattr(self, "sharded"):
+            mesh = self.device_mesh["data_parallel"]
+            for layer in (self.enter, self.back):
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self, mesh=mesh)
+            self.sharded = True
+
+
+def train_fsdp2(rank: int, world_size: int, path: Path) -> tuple[list[float], dict[str, Tensor]]:
+    """Run all steps and save in the middle."""
+    model = Fsdp2(plain=True)
+    model.path = path
+    strategy = ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
+    trainer = quiet_trainer(strategy, world_size, max_steps=STEPS)
+    trainer.fit(model, loader(rank, world_size))
+    weights = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in model.state_dict().items()
+    }
+    return model.losses[-(STEPS // 2) :], weights
+
+
+@pytest.fixture(scope="module")
+def fsdp2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A sharded checkpoint of ModelParallelStrategy at two ranks, and how that run ended."""
+    path = tmp_path_factory.mktemp("fsdp2") / "saved.ckpt"
+    ends = run_ranks(train_fsdp2, 2, path, init=False)
+    assert path.is_dir()
+    return path, ends
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", TARGETS[1:])
+def test_a_run_goes_on_from_a_sharded_checkpoint_of_fsdp2(
+    name: str, world_size: int, fsdp2: tuple[Path, list[Any]]
+) -> None:
+    path, expected = fsdp2
+    found = run_ranks(train, world_size, name, "full", path, True, plain=True, init=False)
+    losses, weights = expected[0]
+    assert found[0].weights.keys() == weights.keys()
+    for key, value in weights.items():
+        if not key.startswith("watch.running"):
+            torch.testing.assert_close(
+                found[0].weights[key], value, rtol=2e-4, atol=2e-5, msg=key
+            )
+    means = torch.tensor([end.losses for end in found]).mean(0)
+    torch.testing.assert_close(
+        means, torch.tensor([losses for losses, _ in expected]).mean(0), rtol=1e-4, atol=1e-5
+    )
