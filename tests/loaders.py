@@ -40,6 +40,8 @@ class StatefulLoader:
 
     def __iter__(self) -> Iterator[Any]:
         count = len(self.columns[0])
+        if self.position >= len(self):  # it was saved between two epochs
+            self.position = 0
         if not self.shuffle:
             self.order = list(range(count))
         elif not self.position:

@@ -33,6 +33,8 @@ from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.objects import gather
 from lightning_zero.engine.optimizer import ShardedOptimizer
 
+_LOADERS = "combined_loader"
+
 StateDictType = Literal["full", "sharded"]
 
 
@@ -85,8 +87,11 @@ class Checkpoints:
             "aliases": aliases(module),
         }
         if "loops" in checkpoint and not engine.abandoned:
-            mine = rng_state(engine.collectives.device)
-            record["rng"] = gather(engine.collectives, mine, "random states")
+            mine = [rng_state(engine.collectives.device), _loaders(checkpoint).get(_LOADERS)]
+            states = gather(engine.collectives, mine, "random states and loaders")
+            record["rng"] = [state for state, _ in states]
+            if any(loaders for _, loaders in states):
+                record["loaders"] = [loaders for _, loaders in states]
         checkpoint[RECORD] = record
 
     def save(self, checkpoint: dict[str, Any], path: Any, engine: ZeroEngine | None) -> None:
@@ -196,12 +201,15 @@ class Checkpoints:
 
     def _take_record(self, checkpoint: dict[str, Any]) -> None:
         self._rng = self._rng_in_epoch = None
-        states = checkpoint.get(RECORD, {}).get("rng")
+        record = checkpoint.get(RECORD, {})
+        states, loaders = record.get("rng"), record.get("loaders")
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         if states is None or len(states) != size:
             return
         self._rng = states[rank]
+        if loaders is not None:  # Lightning saves those of rank 0 alone
+            _loaders(checkpoint)[_LOADERS] = loaders[rank]
         if _ends_in_epoch(checkpoint):
             self._rng_in_epoch = self._rng
 
@@ -216,6 +224,12 @@ class Checkpoints:
         state, self._rng_in_epoch = self._rng_in_epoch, None
         if state is not None:
             set_rng_state(state, device)
+
+
+def _loaders(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where the states of stateful data loaders are, if there are any."""
+    found: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    return found
 
 
 def _ends_in_epoch(checkpoint: Mapping[str, Any]) -> bool:
