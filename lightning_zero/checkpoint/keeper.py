@@ -129,7 +129,9 @@ class Checkpoints:
                 _warn_of_unfinished(local)
                 checkpoint, self._names = load_lazily(local, trust)
             else:
-                load = plugin or functools.partial(_load, weights_only=not trust)
+                load = plugin or functools.partial(
+                    _load, map_location="cpu", weights_only=not trust
+                )
                 checkpoint = load(path)
             self._take_record(checkpoint)
         return checkpoint
