@@ -24,6 +24,7 @@ from torch import Tensor
 
 import lightning_zero
 from lightning_zero import ZeroStrategy
+from lightning_zero.checkpoint.agreement import together
 from lightning_zero.checkpoint.pickles import read_metadata
 from ranks import expect_failures, run_ranks
 
@@ -357,6 +358,40 @@ def test_an_error_on_one_rank_is_raised_on_all(saved: Saved) -> None:
     assert {kind for kind, _ in errors.values()} == {"OSError"}
     assert "the disk of this node is gone" in errors[0][1]
     assert "rank 1" in errors[0][1] and "rank 1" in errors[2][1]
+
+
+class Vault(TorchCheckpointIO):
+    """Keeps checkpoints under names of its own."""
+
+    path: Path
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        assert path == "vault://7"
+        return super().load_checkpoint(self.path, *args, **kwargs)
+
+
+def test_a_checkpoint_io_of_the_users_may_have_names_of_its_own(saved: Saved) -> None:
+    def body(rank: int, world_size: int) -> Any:
+        plugin = Vault()
+        plugin.path = saved("full")[0]
+        return fit_from(rank, world_size, "vault://7", plugins=[plugin])
+
+    weights = saved("full")[1]
+    for found in run_ranks(body, 2, init=False):
+        assert_same_tensors(found, weights)
+
+
+def test_a_rank_that_does_not_come_to_load_is_named() -> None:
+    def body(rank: int, world_size: int) -> None:
+        if rank != 1:
+            with together("loading x", timeout=0.5):
+                pass
+
+    errors = expect_failures(body, 3, timeout=20)
+    assert sorted(errors) == [0, 2]
+    for kind, text in errors.values():
+        assert kind == "TimeoutError"
+        assert "Rank 1" in text and "loading x" in text
 
 
 class Elsewhere(LocalFileSystem):

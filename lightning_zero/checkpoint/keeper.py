@@ -122,8 +122,8 @@ class Checkpoints:
         """
         self._path, self._names = str(path), []
         with self._errors("opening it"):
-            local = self._fetched(path)
-            if local is not None and not local.exists():
+            local = self._fetched(path, plugin is not None)
+            if plugin is None and local is not None and not local.exists():
                 raise FileNotFoundError(f"There is no checkpoint {path}.")
             if local is not None and (plugin is None or local.is_dir()):
                 _warn_of_unfinished(local)
@@ -136,12 +136,17 @@ class Checkpoints:
             self._take_record(checkpoint)
         return checkpoint
 
-    def _fetched(self, path: Any) -> Path | None:
+    def _fetched(self, path: Any, has_plugin: bool) -> Path | None:
         """Return where a checkpoint is on this host; None for a file that is on another."""
-        system = get_filesystem(path)
+        try:
+            system = get_filesystem(path)
+        except (ValueError, ImportError):
+            if has_plugin or str(path).startswith("http"):
+                return None  # what only the plugin, or torch.hub, understands
+            raise
         if {"file", "local"} & set(_listed(system.protocol)):
             return Path(system._strip_protocol(str(path)))
-        if not system.isdir(str(path)):
+        if str(path).startswith("http") or not system.isdir(str(path)):
             return None
         self._copy = tempfile.TemporaryDirectory(prefix="lightning_zero-")
         local = Path(self._copy.name) / "checkpoint"
