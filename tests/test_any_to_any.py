@@ -32,8 +32,8 @@ STEPS = 4  # two before the checkpoint and two after
 class Everything(Supervised):
     """Tied, frozen and odd parameters, buffers of several dtypes, groups and schedulers."""
 
-    def __init__(self, plain: bool = False) -> None:
-        super().__init__(optimizer="AdamW", groups=True, schedule=True)
+    def __init__(self, plain: bool = False, optimizer: str = "AdamW") -> None:
+        super().__init__(optimizer=optimizer, groups=True, schedule=True)
         self.enter = nn.Linear(FEATURES, 13)
         self.norm = nn.BatchNorm1d(13)  # with fixed statistics, which do not depend on the ranks
         self.norm.running_mean.normal_()
@@ -62,7 +62,7 @@ class Everything(Supervised):
         matrices = [param for param in trained if param.ndim > 1]
         rest = [param for param in trained if param.ndim <= 1]
         groups = [{"params": rest, "weight_decay": 0.0, "lr": 3e-3}, {"params": matrices}]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        optimizer = getattr(torch.optim, self.optimizer)(groups, lr=1e-2)
         each_step = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
         return [optimizer], [{"scheduler": each_step, "interval": "step"}]
 
@@ -131,10 +131,11 @@ def train(
     resumes: bool,
     precision: Any = "32-true",
     plain: bool = False,
+    optimizer: str = "AdamW",
 ) -> Ended:
     """Run all steps and save in the middle, or run the rest of them from a checkpoint."""
     torch.manual_seed(2026 + resumes)
-    model = Saves(plain)
+    model = Saves(plain, optimizer)
     model.path = None if resumes else path
     trainer = quiet_trainer(
         make_strategy(name, kind), world_size, max_steps=STEPS, precision=precision
@@ -154,9 +155,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Saved]:
     """Save in the middle of an uninterrupted run, each only once; return where, and its end."""
 
     @functools.cache
-    def run(name: str, kind: str, world_size: int, precision: str = "32-true") -> Saved:
+    def run(name: str, kind: str, world_size: int, *settings: Any) -> Saved:
         path = tmp_path_factory.mktemp(f"{name}-{kind}-{world_size}") / "saved.ckpt"
-        ends = run_ranks(train, world_size, name, kind, path, False, precision, init=False)
+        ends = run_ranks(train, world_size, name, kind, path, False, *settings, init=False)
         return path, ends
 
     return run
@@ -245,6 +246,27 @@ def test_a_run_in_mixed_precision_goes_on_bit_for_bit(
         path = as_file(path)
     found = run_ranks(train, 2, names[1], "full", path, True, "bf16-mixed", init=False)
     assert_same_end(found, expected, exact=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "before", "target", "after"),
+    [("zero1", 2, "zero3", 2), ("zero3", 3, "zero2", 2), ("zero2", 2, "zero1", 3)],
+)
+@pytest.mark.parametrize("optimizer", ["Adafactor", "Rprop"])
+def test_state_of_other_shapes_and_owners_goes_anywhere(
+    optimizer: str,
+    name: str,
+    before: int,
+    target: str,
+    after: int,
+    kind: str,
+    saved: Callable[..., Saved],
+) -> None:
+    settings = ("32-true", False, optimizer)
+    path, expected = saved(name, kind, before, *settings)
+    found = run_ranks(train, after, target, "full", path, True, *settings, init=False)
+    assert_same_end(found, expected, exact=before == after)
 
 
 class Fsdp2(Saves):
