@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_zero.checkpoint.as_file import open_checkpoint
     from lightning_zero.engine.engine import ZeroEngine
     from lightning_zero.precision import ZeroPrecision
     from lightning_zero.strategy import ZeroStrategy
 
 __version__ = "0.1.0"
-__all__ = ["ZeroEngine", "ZeroPrecision", "ZeroStrategy"]
+__all__ = ["ZeroEngine", "ZeroPrecision", "ZeroStrategy", "open_checkpoint"]
 
 
 def _is_command(words: list[str]) -> bool:
@@ -39,12 +40,18 @@ def __getattr__(name: str) -> Any:
 
 
 def _load() -> dict[str, Any]:
+    from lightning_zero.checkpoint.as_file import open_checkpoint
     from lightning_zero.engine.engine import ZeroEngine
     from lightning_zero.precision import ZeroPrecision
     from lightning_zero.strategy import ZeroStrategy, register
 
     register()
-    names = {"ZeroEngine": ZeroEngine, "ZeroPrecision": ZeroPrecision, "ZeroStrategy": ZeroStrategy}
+    names = {
+        "ZeroEngine": ZeroEngine,
+        "ZeroPrecision": ZeroPrecision,
+        "ZeroStrategy": ZeroStrategy,
+        "open_checkpoint": open_checkpoint,
+    }
     globals().update(names)
     return names
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint.keeper import Checkpoints, StateDictType
-from lightning_zero.checkpoint.load import skipping
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.kinds import OptimizerSharding
 from lightning_zero.engine.numerics import Cast
@@ -488,34 +488,30 @@ class ZeroStrategy(DDPStrategy):
     ) -> dict[str, Any]:
         self._checkpoints.wait()
         path = self.broadcast(checkpoint_path)
+        trust = weights_only is False
         if type(self.checkpoint_io) is TorchCheckpointIO:
-            checkpoint = self._checkpoints.load(path, trust=weights_only is False)
-            if checkpoint is not None:
-                return checkpoint
-        return super().load_checkpoint(path, weights_only)
+            return self._checkpoints.load(path, trust, plugin=None)
+        load = partial(super().load_checkpoint, weights_only=weights_only)
+        return self._checkpoints.load(path, trust, plugin=load)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         state = checkpoint["state_dict"]
-        live = self._engine is not None and self._engine.live
+        engine = self._engine if self._engine is not None and self._engine.live else None
         # Before set-up, rank 0's values are the ones that count.
-        skips = not live and self.global_rank != 0
-        with skipping(state) if skips else nullcontext(state) as values:
-            self.lightning_module.load_state_dict(values, strict=strict)
-        if not self.precision_plugin.fp32_master:
-            return
-        if self._engine is not None and live:
-            self._engine.schedule.rest()
-            self._engine.load_masters(state)
-        else:
+        skips = engine is None and self.global_rank != 0
+        masters = engine if self.precision_plugin.fp32_master else None
+        module = self.lightning_module
+        self._checkpoints.load_module_state(masters, module, state, strict, skips)
+        if engine is None and self.precision_plugin.fp32_master:
             self._loaded = state
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
-        for optimizer, state in zip(self.optimizers, states, strict=False):
-            self.engine.attach(optimizer).load_state_dict(state)
+        self._checkpoints.load_optimizer_states(self.engine, self.optimizers, states)
+        for optimizer in self.optimizers:
             _optimizer_to_device(optimizer, self.root_device)
         # From here to the first epoch an uninterrupted run draws nothing either.
         self._checkpoints.restore_rng(self.root_device)

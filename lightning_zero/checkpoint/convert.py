@@ -186,7 +186,9 @@ class _Job:
 
     def to_archive(self, plain: bool, advance: Advance) -> list[Path]:
         """Write one file that ``torch.load`` reads: weights alone, or a full checkpoint."""
-        self.tree = self.weights if plain else self._checkpoint()
+        self.tree = (
+            self.weights if plain else full_checkpoint(self.view, self.weights, self.weights_only)
+        )
         with self._file(self.destination) as temporary:
             with open(temporary, "wb") as file:
                 write_archive(self.tree, file, advance)
@@ -202,7 +204,7 @@ class _Job:
         for number, optimizer in enumerate(optimizers):
             state[f"optimizer_{number}"] = by_name(optimizer, self.weights, where)
         record = {**self.view.record, "format": FORMAT}
-        meta = {**self._rest(), RECORD: record}
+        meta = {**_rest(self.view, self.weights_only), RECORD: record}
         self.tree = [state, meta]
         with self._file(self.destination) as temporary:
             temporary.mkdir()
@@ -262,28 +264,6 @@ class _Job:
                 kept[name] = value
         return kept, ties
 
-    def _rest(self) -> dict[str, Any]:
-        if not self.weights_only and self.view.format != "safetensors":
-            self._refuse_incomplete()
-        drop = _TRAINING_KEYS if self.weights_only else ()
-        return {key: value for key, value in self.view.rest.items() if key not in drop}
-
-    def _refuse_incomplete(self) -> None:
-        if self.view.missing and self.view.format in ("sharded", "deepspeed"):
-            raise ValueError(
-                f"{self.view.path} is not whole, missing {'; '.join(self.view.missing)}: pass "
-                "--weights-only to convert the weights alone"
-            )
-
-    def _checkpoint(self) -> dict[str, Any]:
-        """Assemble a full checkpoint as a ddp Trainer saves it."""
-        checkpoint = {**self._rest(), "state_dict": self.weights}
-        if self.weights_only or not self.view.optimizers:
-            return checkpoint
-        where = str(self.view.path)
-        states = [by_number(optimizer, where) for optimizer in self.view.optimizers]
-        return {"lr_schedulers": [], **checkpoint, "optimizer_states": states}
-
     def _check_free(self, path: Path) -> None:
         if path.exists() and not self.force:
             raise FileExistsError(f"{path} exists: pass --force to overwrite it")
@@ -326,6 +306,37 @@ class _Job:
                 f"{self.destination}: '{key}' should be {wanted.get(key)} and was written as "
                 f"{found.get(key)} ({len(wrong)} such): nothing was kept. This is a bug, report it"
             )
+
+
+def full_checkpoint(view: View, weights: dict[str, Any], weights_only: bool) -> dict[str, Any]:
+    """Assemble a full checkpoint as a ddp Trainer saves it, of entries.
+
+    Args:
+        view: What was opened.
+        weights: Its weights, or some of them.
+        weights_only: Leave optimizers, schedulers and callbacks out.
+
+    Raises:
+        ValueError: If what is not to be left out is missing or cannot be read.
+    """
+    if view.broken and not weights_only:
+        raise view.broken[0]
+    checkpoint = {**_rest(view, weights_only), "state_dict": weights}
+    if weights_only or not view.optimizers:
+        return checkpoint
+    states = [by_number(optimizer, str(view.path)) for optimizer in view.optimizers]
+    return {"lr_schedulers": [], **checkpoint, "optimizer_states": states}
+
+
+def _rest(view: View, weights_only: bool) -> dict[str, Any]:
+    """Return what is neither weights nor optimizers."""
+    if view.missing and view.format in ("sharded", "deepspeed") and not weights_only:
+        raise ValueError(
+            f"{view.path} is not whole, missing {'; '.join(view.missing)}: pass "
+            "--weights-only to convert the weights alone"
+        )
+    drop = _TRAINING_KEYS if weights_only else ()
+    return {key: value for key, value in view.rest.items() if key not in drop}
 
 
 def _target(destination: Path, to: str | None) -> str:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -138,9 +139,12 @@ def _is_running(pid: int) -> bool:
 
 
 def _write(folder: Path, state: dict[str, Any], group: ProcessGroup | None) -> None:
+    alone = group is None
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+    # Of what every rank has, rank 0's counts, as in a full checkpoint: buffers may differ by rank.
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
-        save(state, storage_writer=writer, process_group=group, no_dist=group is None)
+        save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
     except CheckpointException as error:  # no Exception, in torch 2.13
         causes = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items())
         raise OSError(causes) from error

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import zipfile
-from collections.abc import Mapping
+import functools
+import itertools
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.fabric.utilities.cloud_io import _load, get_filesystem
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
+from torch.optim import Optimizer
 
+from lightning_zero.checkpoint.agreement import together
 from lightning_zero.checkpoint.folder import unfinished_saves
 from lightning_zero.checkpoint.full import module_state, optimizer_state
-from lightning_zero.checkpoint.load import load_lazily
+from lightning_zero.checkpoint.load import load_lazily, skipping
+from lightning_zero.checkpoint.optimizers import reordered
 from lightning_zero.checkpoint.read_sharded import FORMAT, RECORD
 from lightning_zero.checkpoint.rng import rng_state, set_rng_state
 from lightning_zero.checkpoint.saver import ShardedSaver
@@ -26,6 +32,8 @@ from lightning_zero.checkpoint.sharded import (
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.objects import gather
 from lightning_zero.engine.optimizer import ShardedOptimizer
+
+_LOADERS = "combined_loader"
 
 StateDictType = Literal["full", "sharded"]
 
@@ -45,6 +53,10 @@ class Checkpoints:
     def __init__(self, kind: StateDictType, asynchronous: bool, timeout: float) -> None:
         self.sharded = kind == "sharded"
         self._saver = ShardedSaver(asynchronous, timeout)
+        self._timeout = timeout
+        self._path = ""
+        self._names: list[list[list[str]] | None] = []
+        self._copy: Any = None  # of a folder from another host; it goes with this object
         self._rng: dict[str, Any] | None = None
         self._rng_in_epoch: dict[str, Any] | None = None
 
@@ -75,8 +87,11 @@ class Checkpoints:
             "aliases": aliases(module),
         }
         if "loops" in checkpoint and not engine.abandoned:
-            mine = rng_state(engine.collectives.device)
-            record["rng"] = gather(engine.collectives, mine, "random states")
+            mine = [rng_state(engine.collectives.device), _loaders(checkpoint).get(_LOADERS)]
+            states = gather(engine.collectives, mine, "random states and loaders")
+            record["rng"] = [state for state, _ in states]
+            if any(loaders for _, loaders in states):
+                record["loaders"] = [loaders for _, loaders in states]
         checkpoint[RECORD] = record
 
     def save(self, checkpoint: dict[str, Any], path: Any, engine: ZeroEngine | None) -> None:
@@ -95,32 +110,113 @@ class Checkpoints:
 
     # Loading
 
-    def load(self, path: Any, trust: bool) -> dict[str, Any] | None:
-        """Open a checkpoint of any kind; None if it is one that only torch can read."""
-        local = _local(path)
-        if not local.exists():
-            raise FileNotFoundError(f"There is no checkpoint {path}.")
-        left = unfinished_saves(local.parent)
-        if left:
-            rank_zero_warn(
-                f"{len(left)} save(s) beside {local} were killed before they were finished, and "
-                f"are ignored: {', '.join(folder.name for folder in left)}. The next save into the "
-                "same folder removes them."
-            )
-        if local.is_file() and not zipfile.is_zipfile(local):
-            return None
-        checkpoint = load_lazily(local, trust)
-        self._take_record(checkpoint)
+    def load(
+        self, path: Any, trust: bool, plugin: Callable[[Any], dict[str, Any]] | None
+    ) -> dict[str, Any]:
+        """Open a checkpoint of any kind. Every rank must call it.
+
+        Args:
+            path: The file or folder.
+            trust: Whether pickles in it may run code.
+            plugin: What loads files instead, if the user has chosen something.
+        """
+        self._path, self._names = str(path), []
+        with self._errors("opening it"):
+            local = self._fetched(path, plugin is not None)
+            if plugin is None and local is not None and not local.exists():
+                raise FileNotFoundError(f"There is no checkpoint {path}.")
+            if local is not None and (plugin is None or local.is_dir()):
+                _warn_of_unfinished(local)
+                checkpoint, self._names = load_lazily(local, trust)
+            else:
+                load = plugin or functools.partial(
+                    _load, map_location="cpu", weights_only=not trust
+                )
+                checkpoint = load(path)
+            self._take_record(checkpoint)
         return checkpoint
+
+    def _fetched(self, path: Any, has_plugin: bool) -> Path | None:
+        """Return where a checkpoint is on this host; None for a file that is on another."""
+        try:
+            system = get_filesystem(path)
+        except (ValueError, ImportError):
+            if has_plugin or str(path).startswith("http"):
+                return None  # what only the plugin, or torch.hub, understands
+            raise
+        if {"file", "local"} & set(_listed(system.protocol)):
+            return Path(system._strip_protocol(str(path)))
+        if str(path).startswith("http") or not system.isdir(str(path)):
+            return None
+        self._copy = tempfile.TemporaryDirectory(prefix="lightning_zero-")
+        local = Path(self._copy.name) / "checkpoint"
+        system.get(str(path).rstrip("/"), str(local), recursive=True)
+        return local
+
+    def load_module_state(
+        self,
+        engine: ZeroEngine | None,
+        module: nn.Module,
+        state: Mapping[str, Any],
+        strict: bool,
+        skips: bool,
+    ) -> None:
+        """Load the module's state. Every rank must call it.
+
+        Args:
+            engine: The engine, once it shards the module.
+            module: The module.
+            state: The state dict of a checkpoint.
+            strict: Whether missing and unexpected keys are errors.
+            skips: Whether this rank gets its values from rank 0 later.
+        """
+        with self._errors("loading the weights"):
+            with skipping(state) if skips else nullcontext(state) as values:
+                module.load_state_dict(values, strict=strict)
+            if engine is not None:
+                engine.schedule.rest()
+                engine.load_masters(state)
+
+    def load_optimizer_states(
+        self, engine: ZeroEngine, optimizers: Sequence[Optimizer], states: Sequence[Any]
+    ) -> None:
+        """Load the optimizers' states. Every rank must call it."""
+        if len(states) != len(optimizers):
+            raise ValueError(
+                f"{self._path}: it has the states of {len(states)} optimizers, and "
+                f"configure_optimizers returned {len(optimizers)}."
+            )
+        names = [*self._names, *[None] * len(states)]
+        with self._errors("loading the optimizer's state"):
+            for optimizer, state, saved in zip(optimizers, states, names, strict=False):
+                sharded = engine.attach(optimizer)
+                if saved is not None:
+                    now = _names_by_group(sharded)
+                    state = reordered(state, _first_names(saved, engine.module), now, self._path)
+                sharded.load_state_dict(state)
+
+    @contextmanager
+    def _errors(self, doing: str) -> Generator[None, None, None]:
+        """Raise errors on every rank, with the checkpoint's name in them."""
+        with together(f"loading {self._path} ({doing})", self._timeout):
+            try:
+                yield
+            except (ValueError, RuntimeError) as error:
+                if self._path in str(error) or type(error) not in (ValueError, RuntimeError):
+                    raise
+                raise type(error)(f"{self._path}: {error}") from error
 
     def _take_record(self, checkpoint: dict[str, Any]) -> None:
         self._rng = self._rng_in_epoch = None
-        states = checkpoint.get(RECORD, {}).get("rng")
+        record = checkpoint.get(RECORD, {})
+        states, loaders = record.get("rng"), record.get("loaders")
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         if states is None or len(states) != size:
             return
         self._rng = states[rank]
+        if loaders is not None:  # Lightning saves those of rank 0 alone
+            _loaders(checkpoint)[_LOADERS] = loaders[rank]
         if _ends_in_epoch(checkpoint):
             self._rng_in_epoch = self._rng
 
@@ -137,9 +233,41 @@ class Checkpoints:
             set_rng_state(state, device)
 
 
+def _loaders(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where the states of stateful data loaders are, if there are any."""
+    found: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    return found
+
+
 def _ends_in_epoch(checkpoint: Mapping[str, Any]) -> bool:
     progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
     return not progress.get("is_last_batch", True)
+
+
+def _listed(value: Any) -> Sequence[str]:
+    return [value] if isinstance(value, str) else value
+
+
+def _warn_of_unfinished(path: Path) -> None:
+    left = unfinished_saves(path.parent)
+    if left:
+        rank_zero_warn(
+            f"{len(left)} save(s) beside {path} were killed before they were finished, and "
+            f"are ignored: {', '.join(folder.name for folder in left)}. The next save into the "
+            "same folder removes them."
+        )
+
+
+def _names_by_group(sharded: ShardedOptimizer) -> list[list[str]]:
+    names = iter([slot.name for slot in sharded.slots()])
+    groups = sharded.optimizer.param_groups
+    return [list(itertools.islice(names, len(group["params"]))) for group in groups]
+
+
+def _first_names(saved: list[list[str]], module: nn.Module) -> list[list[str]]:
+    """Call tied parameters by the name that the engine uses."""
+    first = aliases(module)
+    return [[first.get(name, name) for name in names] for names in saved]
 
 
 def _local(path: Any) -> Path:

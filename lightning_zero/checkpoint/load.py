@@ -5,19 +5,32 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lightning_zero.checkpoint.entries import TensorEntry, from_tensor, map_leaves
-from lightning_zero.checkpoint.folder import unfinished_saves
 from lightning_zero.checkpoint.formats import open_checkpoint
 from lightning_zero.checkpoint.lazy import LazyTensor
 from lightning_zero.checkpoint.optimizers import by_number
+from lightning_zero.checkpoint.read_file import read_file
+from lightning_zero.checkpoint.read_sharded import check_parts
 
 
-def load_lazily(path: Path, trust: bool) -> dict[str, Any]:
-    """Open a checkpoint as the dict that ``torch.load`` would return, of tensors not read yet.
+class Loaded(NamedTuple):
+    """A checkpoint as ``torch.load`` would return it, of tensors that are not read yet.
+
+    Attributes:
+        checkpoint: The dict.
+        names: For each optimizer the parameters' names by group; None where it has only numbers.
+    """
+
+    checkpoint: dict[str, Any]
+    names: list[list[list[str]] | None]
+
+
+def load_lazily(path: Path, trust: bool) -> Loaded:
+    """Open a checkpoint of any kind, and look whether it is whole.
 
     Args:
         path: A Lightning file or a sharded folder.
@@ -27,7 +40,15 @@ def load_lazily(path: Path, trust: bool) -> dict[str, Any]:
         FileNotFoundError: If it, or a file of it, is missing.
         ValueError: If it is damaged, or asks for trust.
     """
-    view = open_checkpoint(path, trust)
+    plain = path.is_file() and path.suffix not in (".safetensors", ".json")
+    view = read_file(path, trust) if plain else open_checkpoint(path, trust)
+    if view.format == "sharded":
+        check_parts(path)
+        if view.missing:
+            raise FileNotFoundError(
+                f"{path} is not whole, missing {'; '.join(view.missing)}: copy the whole folder, "
+                "or take an older checkpoint"
+            )
     if view.broken:
         raise view.broken[0]
     lazies: dict[Any, LazyTensor] = {}
@@ -40,9 +61,15 @@ def load_lazily(path: Path, trust: bool) -> dict[str, Any]:
     optimizers = [by_number(optimizer, str(path)) for optimizer in view.optimizers]
     checkpoint: dict[str, Any] = map_leaves(view.rest, _read)
     checkpoint["state_dict"] = map_leaves(view.weights, lazy)
-    if optimizers:
+    if optimizers or "lr_schedulers" in view.rest:
         checkpoint["optimizer_states"] = map_leaves(optimizers, lazy)
-    return checkpoint
+    return Loaded(checkpoint, [_names(optimizer) for optimizer in view.optimizers])
+
+
+def _names(optimizer: Mapping[str, Any]) -> list[list[str]] | None:
+    groups = [list(group["params"]) for group in optimizer["param_groups"]]
+    named = all(isinstance(name, str) for group in groups for name in group)
+    return groups if named else None
 
 
 def _read(_: str, leaf: Any) -> Any:
@@ -68,8 +95,3 @@ def skipping(state: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
     finally:
         for lazy in made:
             lazy.skips = False
-
-
-def abandoned(path: Path) -> list[Path]:
-    """List what killed saves have left beside a checkpoint."""
-    return unfinished_saves(path.parent)

@@ -31,6 +31,49 @@ def by_number(optimizer: dict[str, Any], where: str) -> dict[str, Any]:
     }
 
 
+def reordered(
+    optimizer: dict[str, Any], saved: list[list[str]], now: list[list[str]], where: str
+) -> dict[str, Any]:
+    """List the numbers in param groups in the order in which the optimizer has the names now.
+
+    Args:
+        optimizer: The state dict, numbered in the order of ``saved``.
+        saved: The names by group, as they were.
+        now: The names by group, as they are.
+        where: The checkpoint, for messages.
+
+    Raises:
+        ValueError: If a name is in one of the two only, or in another group.
+    """
+    places, expected = (
+        {name: group for group, names in enumerate(groups) for name in names}
+        for groups in (saved, now)
+    )
+    wrong = [
+        *(f"'{name}' is in the checkpoint only" for name in places if name not in expected),
+        *(f"'{name}' is not in the checkpoint" for name in expected if name not in places),
+        *(
+            f"'{name}' was in group {places[name]} and is in group {group}"
+            for name, group in expected.items()
+            if places.get(name, group) != group
+        ),
+    ]
+    if wrong:
+        more = f" ({len(wrong)} such)" if len(wrong) > 1 else ""
+        raise ValueError(
+            f"{where}: the optimizer's parameters are not those of the checkpoint, {wrong[0]}"
+            f"{more}: build the model and its param groups as they were when it was saved"
+        )
+    numbers = {name: number for number, name in enumerate(n for names in saved for n in names)}
+    groups = zip(optimizer["param_groups"], now, strict=True)
+    return {
+        **optimizer,
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in names]} for group, names in groups
+        ],
+    }
+
+
 def by_name(optimizer: dict[str, Any], weights: dict[str, Any], where: str) -> dict[str, Any]:
     """Name the parameters, which a full checkpoint only numbers.
 

@@ -86,6 +86,7 @@ def read_archive(path: Path, trust: bool = False, inert: str | None = None) -> A
 def read_slice(file: BinaryIO, segment: Segment, where: str, trust: bool = False) -> Any:
     """Read an object that ``torch.save`` wrote as a part of a file; its tensors are entries."""
     window = Window(file, segment.start, segment.nbytes)
+    _check_archive(window, where)
     tree = _load(window, where, trust, "cpu")
     return map_leaves(
         tree, lambda key, x: from_tensor(x, where) if isinstance(x, Tensor) else x, where
@@ -95,12 +96,22 @@ def read_slice(file: BinaryIO, segment: Segment, where: str, trust: bool = False
 def place_slice(file: BinaryIO, segment: Segment, where: str) -> TensorEntry | Tensor:
     """Find the one tensor that ``torch.save`` wrote as a part of a file, without reading it."""
     window = Window(file, segment.start, segment.nbytes)
+    _check_archive(window, where)
     tensor = _load(window, where, False, "meta")
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{where}: expected a tensor there and found a {type(tensor).__name__}")
     placed = _placed(tensor, segment.file, segment.start, where)
     assert isinstance(placed, TensorEntry)
     return placed
+
+
+def _check_archive(window: Window, where: str) -> None:
+    if not zipfile.is_zipfile(window):
+        raise ValueError(
+            f"{where}: truncated or damaged (not an archive). Copy it again, or take an older "
+            "checkpoint"
+        )
+    window.seek(0)
 
 
 def _load(file: Any, where: str, trust: bool, device: str) -> Any:
@@ -113,8 +124,8 @@ def _load(file: Any, where: str, trust: bool, device: str) -> Any:
         named = [line.strip() for line in reason if "GLOBAL" in line or "Unsupported" in line]
         raise ValueError(
             f"{where}: this pickle wants to use code that is not known to be harmless "
-            f"({' '.join(named[:1] or reason[:1])}). If you trust its origin, pass --trust, or "
-            "trust=True"
+            f"({' '.join(named[:1] or reason[:1])}). If you trust its origin, pass "
+            "weights_only=False to the Trainer's method, or --trust to the converter"
         ) from error
     except (RuntimeError, EOFError, OSError, IndexError, KeyError) as error:
         if isinstance(error, FileNotFoundError):

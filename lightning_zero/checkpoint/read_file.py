@@ -12,7 +12,7 @@ import torch
 
 from lightning_zero.checkpoint.entries import Segment, TensorEntry, View
 from lightning_zero.checkpoint.pickles import read_archive
-from lightning_zero.checkpoint.read_sharded import RECORD
+from lightning_zero.checkpoint.read_sharded import RECORD, check_format
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -42,6 +42,7 @@ def read_file(path: Path, trust: bool = False) -> View:
     saved = read_archive(path, trust)
     if not isinstance(saved, dict):
         raise ValueError(f"{path}: expected a dict of weights, found {type(saved).__name__}")
+    check_format(saved, path)
     nested = next(
         (k for k in ("state_dict", "model") if isinstance(saved.get(k), dict)),
         None,

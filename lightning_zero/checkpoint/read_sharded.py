@@ -84,13 +84,34 @@ def _meta(path: Path, trust: bool) -> tuple[dict[str, Any], list[str]]:
     meta = read_archive(file, trust)
     if not isinstance(meta, dict):
         raise ValueError(f"{file}: expected a dict, found {type(meta).__name__}")
-    record = meta.get(RECORD) or {}
+    check_format(meta, file)
+    return meta, []
+
+
+def check_format(saved: dict[str, Any], file: Path) -> None:
+    """Refuse what a newer version of this package has written."""
+    record = saved.get(RECORD) or {}
     if record.get("format", 1) > FORMAT:
         raise ValueError(
             f"{file}: '{RECORD}' says format {record['format']}, and formats up to {FORMAT} are "
             "known: update lightning_zero"
         )
-    return meta, []
+
+
+def check_parts(path: Path) -> None:
+    """Look whether all files are there, as long as they must be, without opening any.
+
+    Raises:
+        FileNotFoundError: If one is missing.
+        ValueError: If one is truncated.
+    """
+    places = read_metadata(path / METADATA_FILE).storage_data
+    last: dict[str, tuple[int, str]] = {}
+    for index, info in places.items():
+        mine = (info.offset + info.length, index.fqn)
+        last[info.relative_path] = max(mine, last.get(info.relative_path, mine))
+    for name, (end, key) in last.items():
+        open_part(Segment(str(path / name), 0, end), f"{path / name}: '{key}'").close()
 
 
 def _flat(tree: dict[Any, Any]) -> dict[str, Any]:

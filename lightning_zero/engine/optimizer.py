@@ -204,6 +204,7 @@ class ShardedOptimizer:
     def _keep(self, pairs: Mapping[int, tuple[State, ParameterSlot]]) -> dict[int, State]:
         """Reduce full state to what this rank keeps."""
         shaped = _shaped_keys(list(pairs.values()))
+        _check_shapes(pairs.values(), shaped)
         return {number: _cut(state, slot, shaped) for number, (state, slot) in pairs.items()}
 
     @staticmethod
@@ -346,6 +347,32 @@ def _shaped_keys(pairs: Sequence[tuple[Mapping[str, Any], ParameterSlot]]) -> se
             else:
                 other.add(key)
     return shaped - other
+
+
+def _check_shapes(
+    pairs: Iterable[tuple[Mapping[str, Any], ParameterSlot]], shaped: set[str]
+) -> None:
+    """Refuse a piece of state that is neither a number nor of its parameter's shape.
+
+    Raises:
+        ValueError: If there is one among state that has the shape elsewhere.
+    """
+    pairs = list(pairs)
+    fits = {
+        key
+        for state, slot in pairs
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.dim() and value.shape == slot.shape
+    }
+    for state, slot in pairs:
+        for key in sorted(fits & state.keys() - shaped):
+            value = state[key]
+            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != slot.shape:
+                raise ValueError(
+                    f"The optimizer state '{key}' of {slot.name} has shape {tuple(value.shape)}, "
+                    f"and the parameter has {tuple(slot.shape)}: build the model and its param "
+                    "groups as they were when it was saved."
+                )
 
 
 def _cut(state: Mapping[str, Any], slot: ParameterSlot, shaped: set[str]) -> State:
