@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_zero.checkpoint.folder import unfinished_saves
+from lightning_zero.checkpoint.folder import remove, unfinished_saves
 from lightning_zero.checkpoint.full import module_state, optimizer_state
 from lightning_zero.checkpoint.load import load_lazily
 from lightning_zero.checkpoint.read_sharded import FORMAT, RECORD
@@ -23,10 +24,12 @@ from lightning_zero.checkpoint.sharded import (
     sharded_module_state,
     sharded_optimizer_state,
 )
+from lightning_zero.checkpoint.writers import write_file
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.objects import gather
 from lightning_zero.engine.optimizer import ShardedOptimizer
 
+Writer = Callable[[], None]
 StateDictType = Literal["full", "sharded"]
 
 
@@ -81,9 +84,43 @@ class Checkpoints:
 
     def save(self, checkpoint: dict[str, Any], path: Any, engine: ZeroEngine | None) -> None:
         """Write a folder; every rank must call it."""
-        if engine is not None and engine.live:
+        live = engine is not None and engine.live
+        if engine is not None and live:
             engine.agree(True)  # a rank that does not come is reported as for every other wait
-        self._saver.save(checkpoint, _local(path))
+        self._saver.save(checkpoint, _place(path))
+        if not live:  # nothing will wait later
+            self._saver.close()
+
+    def save_file(self, checkpoint: dict[str, Any], path: Any, write: Writer | None) -> None:
+        """Write a file on rank 0; every rank must call it.
+
+        Args:
+            checkpoint: What the Trainer dumped.
+            path: The file to make.
+            write: What writes, if the user has chosen something.
+        """
+        together = self._saver.together(path)
+        place = _place(path)
+        with together:
+            if together.is_first and write is None and isinstance(place, Path):
+                write_file(place, checkpoint)
+            elif write is not None:
+                write()
+
+    def remove(self, path: Any) -> None:
+        """Remove a checkpoint once the save under way, if there is one, has succeeded."""
+        place = _place(path)
+
+        def act() -> None:
+            try:
+                if isinstance(place, Path):
+                    remove(place)
+                else:
+                    TorchCheckpointIO().remove_checkpoint(place)
+            except OSError as error:
+                rank_zero_warn(f"The checkpoint {path} could not be removed: {error}")
+
+        self._saver.after(act)
 
     def wait(self) -> None:
         """Wait for the save under way."""
@@ -140,6 +177,15 @@ class Checkpoints:
 def _ends_in_epoch(checkpoint: Mapping[str, Any]) -> bool:
     progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
     return not progress.get("is_last_batch", True)
+
+
+def _place(path: Any) -> Path | str:
+    """Return a path on a local file system, or the URL of one elsewhere."""
+    system = get_filesystem(path)
+    protocols = [system.protocol] if isinstance(system.protocol, str) else system.protocol
+    if {"file", "local"} & set(protocols):
+        return Path(system._strip_protocol(str(path)))
+    return str(path)
 
 
 def _local(path: Any) -> Path:
