@@ -13,7 +13,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_zero.checkpoint.folder import remove, unfinished_saves
+from lightning_zero.checkpoint.folder import recover, remove, unfinished_saves
 from lightning_zero.checkpoint.full import module_state, optimizer_state
 from lightning_zero.checkpoint.load import load_lazily
 from lightning_zero.checkpoint.read_sharded import FORMAT, RECORD
@@ -135,6 +135,7 @@ class Checkpoints:
     def load(self, path: Any, trust: bool) -> dict[str, Any] | None:
         """Open a checkpoint of any kind; None if it is one that only torch can read."""
         local = _local(path)
+        recover(local)
         if not local.exists():
             raise FileNotFoundError(f"There is no checkpoint {path}.")
         left = unfinished_saves(local.parent)

@@ -96,7 +96,10 @@ def write_file(path: Path, checkpoint: dict[str, Any]) -> None:
     unfinished = folder.begin(path)
     try:
         with open(unfinished, "wb") as file:
-            torch.save(checkpoint, file)
+            try:
+                torch.save(checkpoint, file)
+            except RuntimeError as error:  # of its archive, which hides why it could not be written
+                raise error.__context__ or error from None
             file.flush()
             os.fsync(file.fileno())
         folder.put(unfinished, path)
