@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator, MPSAccelerator, XLAAccelerator
@@ -323,6 +324,7 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        error = self._finish_saving()
         stays = self._failed
         if self._engine is None or not self._engine.live:
             pass
@@ -347,6 +349,18 @@ class ZeroStrategy(DDPStrategy):
             self._lightning_module = module
         else:
             super().teardown()
+        if error is not None:
+            raise error
+
+    def _finish_saving(self) -> OSError | None:
+        """Wait for the save under way; return its error unless there is one that came before."""
+        try:
+            self._checkpoints.close()
+        except OSError as error:
+            if not self._failed:
+                return error
+            rank_zero_warn(str(error))
+        return None
 
     def _restores(self) -> bool:
         if self._restore_weights != "auto":
@@ -472,15 +486,30 @@ class ZeroStrategy(DDPStrategy):
         assert self.lightning_module is not None
         engine = self._trained or self._engine
         self._checkpoints.add_record(checkpoint, engine, self.lightning_module)
+        path = self.broadcast(filepath)
         if self._checkpoints.sharded:
-            self._checkpoints.save(checkpoint, self.broadcast(filepath), engine)
-        else:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            if storage_options is not None:
+                raise TypeError(
+                    "storage_options are for one file, which a CheckpointIO writes: leave them "
+                    "out, or use state_dict_type='full'."
+                )
+            self._checkpoints.save(checkpoint, path, engine)
+            return
+        write = None
+        if self._takes_io or storage_options is not None or not _is_local_file_protocol(path):
+            write = partial(super().save_checkpoint, checkpoint, path, storage_options)
+        self._checkpoints.save_file(checkpoint, path, write)
+
+    @property
+    def _takes_io(self) -> bool:
+        return type(self.checkpoint_io) is not TorchCheckpointIO
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        self._checkpoints.wait()
-        super().remove_checkpoint(filepath)
+        if self._takes_io and not self._checkpoints.sharded:
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            self._checkpoints.remove(filepath)
 
     @override
     def load_checkpoint(

@@ -1,130 +1,141 @@
-"""Writes a checkpoint folder from all ranks, so that it is there whole or not at all."""
+"""Checkpoints on a local file system: written beside their place, and put there in one step."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import shutil
 import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save
-
-from lightning_zero.checkpoint.read_sharded import META_FILE
+from lightning_zero.checkpoint.read_sharded import META_FILE, METADATA_FILE
 
 _PREFIX = ".unfinished-"
 _OLD = "-old-"
-_STALE = 24 * 3600  # seconds after which another host's unfinished save counts as abandoned
+_STALE = 3600  # seconds without a write after which a save counts as abandoned
+_TOKEN = secrets.token_hex(4)  # a restarted container may give this process an old one's number
 
 
-def write_folder(
-    path: Path, state: dict[str, Any], meta: dict[str, Any], group: ProcessGroup | None
-) -> None:
-    """Write a checkpoint folder. Every rank must call it, with its own part.
-
-    The files go into a hidden folder beside ``path``, are synced, and are renamed into place last.
-
-    Args:
-        path: The folder to make; what is there is replaced.
-        state: Weights and optimizer states, for ``torch.distributed.checkpoint``.
-        meta: What else there is; rank 0's goes into ``meta.pt``.
-        group: The ranks, able to carry CPU tensors; None for one rank.
+def begin(path: Path) -> Path:
+    """Choose a hidden name beside ``path`` to write to; remove what killed saves have left.
 
     Raises:
-        OSError: On every rank, if any of them cannot write.
+        IsADirectoryError: If ``path`` is a folder of something else than a checkpoint.
     """
-    first = group is None or dist.get_rank(group) == 0
-    names: list[Any] = [None]
-    together = _Together(group, path)
-    with together:
-        if first:
-            names[0] = str(_begin(path))
-    if group is not None:
-        dist.broadcast_object_list(names, group=group, group_src=0)
-    unfinished = Path(names[0])
-    try:
-        with together:
-            _write(unfinished, state, group)
-        with together:
-            if first:
-                _finish(unfinished, path, meta)
-    except BaseException:
-        if first:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-
-
-class _Together:
-    """Raises on every rank what is raised on any."""
-
-    def __init__(self, group: ProcessGroup | None, path: Path) -> None:
-        self._group = group
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
-        if error is not None and not isinstance(error, Exception):
-            return
-        texts: list[Any] = [None if error is None else f"{type(error).__name__}: {error}"]
-        if self._group is not None:
-            mine, texts = texts[0], [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(texts, mine, group=self._group)
-        failed = {rank: text for rank, text in enumerate(texts) if text is not None}
-        if failed:
-            told = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-            raise OSError(
-                f"The checkpoint {self._path} could not be written ({told}). What was there before "
-                "is untouched, and training can go on."
-            ) from error
-
-
-def _begin(path: Path) -> Path:
-    """Make the hidden folder; remove those of saves that were killed."""
+    if path.is_dir() and not path.is_symlink() and not _is_replaceable(path):
+        raise IsADirectoryError(
+            f"{path} is a folder and no checkpoint, so it is not replaced: choose another name, or "
+            "remove it"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     clean(path.parent)
-    owner = f"{socket.gethostname()}-{os.getpid()}"
-    unfinished = path.parent / f"{_PREFIX}{owner}-{path.name}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
+    unfinished = path.parent / f"{_PREFIX}{_owner()}-{path.name}"
+    _delete(unfinished)
     return unfinished
 
 
+def put(unfinished: Path, path: Path) -> None:
+    """Put what was written, and is synced, into its place; delete what was there.
+
+    Links are replaced and not followed. Where the system can swap two names (Linux), one of the two
+    is there at any moment; elsewhere ``recover`` mends what a kill leaves.
+    """
+    if unfinished.is_dir():
+        sync(unfinished)
+    if not os.path.lexists(path):
+        unfinished.rename(path)
+    elif not unfinished.is_dir() and (path.is_symlink() or not path.is_dir()):
+        os.replace(unfinished, path)
+    elif _exchange(unfinished, path):
+        sync(path.parent)
+        _delete(unfinished)
+    else:
+        old = path.parent / f"{_PREFIX}{_owner()}{_OLD}{path.name}"
+        _delete(old)
+        path.rename(old)
+        unfinished.rename(path)
+        sync(path.parent)
+        _delete(old)
+    sync(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint so that no part of one can be taken for one; a link, not its target."""
+    if path.is_dir() and not path.is_symlink():
+        hidden = path.parent / f"{_PREFIX}{_owner()}-{path.name}"
+        _delete(hidden)
+        path.rename(hidden)
+        _delete(hidden)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def discard(unfinished: Path) -> None:
+    """Delete what a failed save has written."""
+    _delete(unfinished)
+
+
 def unfinished_saves(parent: Path) -> list[Path]:
-    """List the hidden folders of saves into ``parent`` that nobody will finish any more."""
-    return [folder for folder in sorted(parent.glob(f"{_PREFIX}*")) if _is_abandoned(folder)]
+    """List the hidden files and folders in ``parent`` of saves that nobody will finish any more."""
+    return [path for path in sorted(parent.glob(f"{_PREFIX}*")) if _is_abandoned(path)]
 
 
 def clean(parent: Path) -> None:
     """Remove what killed saves have left."""
-    for folder in unfinished_saves(parent):
-        _, old, name = folder.name.partition(_OLD)
-        if old and not (parent / name).exists():
-            folder.rename(parent / name)  # it was killed while it replaced this one
+    for path in unfinished_saves(parent):
+        _, old, name = path.name.partition(_OLD)
+        if old and not os.path.lexists(parent / name):
+            with suppress(FileNotFoundError):  # another rank was faster
+                path.rename(parent / name)  # it was killed while it replaced this one
         else:
-            shutil.rmtree(folder, ignore_errors=True)
+            _delete(path)
 
 
-def _is_abandoned(folder: Path) -> bool:
-    host, _, rest = folder.name.removeprefix(_PREFIX).partition(f"{socket.gethostname()}-")
-    if not host and rest:
-        number = rest.split("-")[0]
-        if number.isdigit() and int(number) != os.getpid():
-            return not _is_running(int(number))
-        return False
+def recover(path: Path) -> None:
+    """Put a checkpoint back that was aside when the save that was to replace it was killed."""
+    if os.path.lexists(path):
+        return
+    for old in path.parent.glob(f"{_PREFIX}*{_OLD}{path.name}"):
+        if _is_abandoned(old):
+            with suppress(FileNotFoundError):  # another rank was faster
+                old.rename(path)
+
+
+def sync(path: Path) -> None:
+    """Write a folder's names to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _owner() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}-{_TOKEN}"
+
+
+def _is_replaceable(folder: Path) -> bool:
+    files = {METADATA_FILE, META_FILE}
+    names = os.listdir(folder)
+    return not names or any(name in files or name.endswith(".distcp") for name in names)
+
+
+def _is_abandoned(path: Path) -> bool:
+    host, _, rest = path.name.removeprefix(_PREFIX).partition(f"{socket.gethostname()}-")
+    number, _, rest = rest.partition("-")
+    if not host and number.isdigit():
+        if int(number) == os.getpid():
+            return not rest.startswith(_TOKEN)
+        if not _is_running(int(number)):
+            return True
     with suppress(OSError):
-        return time.time() - folder.stat().st_mtime > _STALE
+        files = path.iterdir() if path.is_dir() else []
+        newest = max(file.stat().st_mtime for file in (path, *files))
+        return time.time() - newest > _STALE
     return False
 
 
@@ -138,56 +149,19 @@ def _is_running(pid: int) -> bool:
     return True
 
 
-def _write(folder: Path, state: dict[str, Any], group: ProcessGroup | None) -> None:
-    alone = group is None
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-    # Of what every rank has, rank 0's counts, as in a full checkpoint: buffers may differ by rank.
-    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    try:
-        save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
-    except CheckpointException as error:  # no Exception, in torch 2.13
-        causes = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items())
-        raise OSError(causes) from error
-
-
-def _finish(unfinished: Path, path: Path, meta: dict[str, Any]) -> None:
-    with open(unfinished / META_FILE, "wb") as file:
-        torch.save(meta, file)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(unfinished)
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    _rename(unfinished, path)
-    _sync(path.parent)
-
-
-def _rename(source: Path, target: Path) -> None:
-    """Put a folder into another's place."""
-    if not target.exists():
-        source.rename(target)
-        return
-    old = target.parent / f"{_PREFIX}{socket.gethostname()}-{os.getpid()}{_OLD}{target.name}"
-    shutil.rmtree(old, ignore_errors=True)
-    if not _exchange(source, target):
-        target.rename(old)
-        source.rename(target)
-    for folder in (source, old):
-        shutil.rmtree(folder, ignore_errors=True)
+def _delete(path: Path) -> None:
+    """Delete a file, link or folder as far as that is possible; what stays is hidden."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in one step, where the system can (Linux)."""
+    """Swap two names in one step, where the system can (Linux)."""
     rename: Callable[..., int] | None = getattr(ctypes.CDLL(None), "renameat2", None)
     if rename is None:
         return False
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

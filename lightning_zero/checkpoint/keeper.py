@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _load, get_filesystem
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.agreement import together
-from lightning_zero.checkpoint.folder import unfinished_saves
+from lightning_zero.checkpoint.folder import recover, remove, unfinished_saves
 from lightning_zero.checkpoint.full import module_state, optimizer_state
 from lightning_zero.checkpoint.load import load_lazily, skipping
 from lightning_zero.checkpoint.optimizers import reordered
@@ -29,12 +30,14 @@ from lightning_zero.checkpoint.sharded import (
     sharded_module_state,
     sharded_optimizer_state,
 )
+from lightning_zero.checkpoint.writers import write_file
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.objects import gather
 from lightning_zero.engine.optimizer import ShardedOptimizer
 
 _LOADERS = "combined_loader"
 
+Writer = Callable[[], None]
 StateDictType = Literal["full", "sharded"]
 
 
@@ -96,9 +99,43 @@ class Checkpoints:
 
     def save(self, checkpoint: dict[str, Any], path: Any, engine: ZeroEngine | None) -> None:
         """Write a folder; every rank must call it."""
-        if engine is not None and engine.live:
+        live = engine is not None and engine.live
+        if engine is not None and live:
             engine.agree(True)  # a rank that does not come is reported as for every other wait
-        self._saver.save(checkpoint, _local(path))
+        self._saver.save(checkpoint, _place(path))
+        if not live:  # nothing will wait later
+            self._saver.close()
+
+    def save_file(self, checkpoint: dict[str, Any], path: Any, write: Writer | None) -> None:
+        """Write a file on rank 0; every rank must call it.
+
+        Args:
+            checkpoint: What the Trainer dumped.
+            path: The file to make.
+            write: What writes, if the user has chosen something.
+        """
+        together = self._saver.together(path)
+        place = _place(path)
+        with together:
+            if together.is_first and write is None and isinstance(place, Path):
+                write_file(place, checkpoint)
+            elif write is not None:
+                write()
+
+    def remove(self, path: Any) -> None:
+        """Remove a checkpoint once the save under way, if there is one, has succeeded."""
+        place = _place(path)
+
+        def act() -> None:
+            try:
+                if isinstance(place, Path):
+                    remove(place)
+                else:
+                    TorchCheckpointIO().remove_checkpoint(place)
+            except OSError as error:
+                rank_zero_warn(f"The checkpoint {path} could not be removed: {error}")
+
+        self._saver.after(act)
 
     def wait(self) -> None:
         """Wait for the save under way."""
@@ -123,6 +160,8 @@ class Checkpoints:
         self._path, self._names = str(path), []
         with self._errors("opening it"):
             local = self._fetched(path, plugin is not None)
+            if local is not None:
+                recover(local)
             if plugin is None and local is not None and not local.exists():
                 raise FileNotFoundError(f"There is no checkpoint {path}.")
             if local is not None and (plugin is None or local.is_dir()):
@@ -270,9 +309,10 @@ def _first_names(saved: list[list[str]], module: nn.Module) -> list[list[str]]:
     return [[first.get(name, name) for name in names] for names in saved]
 
 
-def _local(path: Any) -> Path:
-    """Return the path of a local file system that a path or URL means."""
+def _place(path: Any) -> Path | str:
+    """Return a path on a local file system, or the URL of one elsewhere."""
     system = get_filesystem(path)
-    if {"file", "local"} & set(system.protocol):
+    protocols = [system.protocol] if isinstance(system.protocol, str) else system.protocol
+    if {"file", "local"} & set(protocols):
         return Path(system._strip_protocol(str(path)))
-    raise ValueError(f"{path}: only local folders are supported for sharded checkpoints.")
+    return str(path)

@@ -1,20 +1,27 @@
-"""Writes the sharded checkpoints of one Trainer, one at a time, in the background if wanted."""
+"""Writes the checkpoints of one Trainer, one at a time, in the background if wanted."""
 
 from __future__ import annotations
 
 import copy
+import io
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.checkpoint.entries import map_leaves
-from lightning_zero.checkpoint.folder import write_folder
 from lightning_zero.checkpoint.shards import TensorShard
+from lightning_zero.checkpoint.together import Together
+from lightning_zero.checkpoint.writers import write_folder, write_remote
+
+_SLOWEST = 1800.0  # seconds that one rank's disk may be behind another's
 
 
 class ShardedSaver:
@@ -22,46 +29,82 @@ class ShardedSaver:
 
     Args:
         asynchronous: Whether ``save`` returns as soon as everything is copied to the CPU.
-        timeout: Seconds that ranks wait for each other.
+        timeout: Seconds that ranks wait for each other, if that is more than half an hour.
     """
 
     def __init__(self, asynchronous: bool, timeout: float) -> None:
         self._asynchronous = asynchronous
-        self._timeout = timeout
+        self._timeout = max(timeout, _SLOWEST)
         self._group: ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._lock = threading.Lock()  # over the two below
+        self._busy = False
+        self._then: list[Callable[[], None]] = []
 
-    def save(self, checkpoint: dict[str, Any], path: Path) -> None:
+    def together(self, what: object) -> Together:
+        """Return the ranks, to write something. Every rank must call it."""
+        return Together(self._ranks(), what)
+
+    def save(self, checkpoint: dict[str, Any], place: Path | str) -> None:
         """Write a checkpoint. Every rank must call it.
 
         Args:
             checkpoint: What the Trainer dumped; weights and optimizer states are this rank's.
-            path: The folder to make.
+            place: The folder to make: a path on a local file system, or the URL of one elsewhere.
 
         Raises:
             OSError: On every rank, if one cannot write, or could not write the last checkpoint.
         """
         self.wait()
-        group = self._ranks()
-        meta = dict(checkpoint)
-        state = {"state_dict": meta.pop("state_dict")}
-        for number, optimizer in enumerate(meta.pop("optimizer_states", [])):
-            state[f"optimizer_{number}"] = optimizer
-        if not self._asynchronous:
-            write_folder(path, state, meta, group)
-            return
-        state = map_leaves(state, _copied)
-        meta = copy.deepcopy(meta)
+        together = self.together(place)
+        with together:
+            state, rest = _divided(checkpoint)
+            meta = _packed(rest) if together.is_first else b""
+            if self._asynchronous:
+                state = _copied(state)
 
         def work() -> None:
-            try:
-                write_folder(path, state, meta, group)
-            except BaseException as error:
-                self._error = error
+            if isinstance(place, Path):
+                write_folder(place, state, meta, together)
+            else:
+                write_remote(place, state, meta, together)
 
-        self._thread = threading.Thread(target=work, name="lightning_zero save", daemon=False)
+        if not self._asynchronous:
+            work()
+            return
+        self._busy = True
+        # No daemon: the interpreter waits for it at exit.
+        self._thread = threading.Thread(target=self._run, args=(work,), name="lightning_zero save")
         self._thread.start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._error = error
+        while True:
+            with self._lock:
+                if self._error is not None:
+                    self._then.clear()
+                if not self._then:
+                    self._busy = False
+                    return
+                act = self._then.pop(0)
+            act()
+
+    def after(self, act: Callable[[], None]) -> None:
+        """Do something, which does not raise, once the save under way has succeeded.
+
+        Without one, it is done at once. After a failure it is not done: what the failed save was to
+        replace stays.
+        """
+        with self._lock:
+            if self._busy:
+                self._then.append(act)
+                return
+        if self._error is None:
+            act()
 
     def wait(self) -> None:
         """Wait until the save under way is done.
@@ -69,15 +112,19 @@ class ShardedSaver:
         Raises:
             OSError: If it failed.
         """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def close(self) -> None:
-        """Wait, and give up the process group."""
+        """Wait, and give up the process group.
+
+        Raises:
+            OSError: If the save under way failed.
+        """
         try:
             self.wait()
         finally:
@@ -87,7 +134,7 @@ class ShardedSaver:
 
     def _ranks(self) -> ProcessGroup | None:
         """Return a group of all ranks for CPU tensors that nothing else uses."""
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        if not (dist.is_available() and dist.is_initialized()):
             return None
         if self._group is None:
             limit = timedelta(seconds=self._timeout)
@@ -95,7 +142,38 @@ class ShardedSaver:
         return self._group
 
 
-def _copied(key: str, value: Any) -> Any:
+def _divided(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide into what ranks write and what rank 0 writes, by the keys of Lightning's folders."""
+    rest = dict(checkpoint)
+    state = {"model": rest.pop("state_dict")}
+    for number, optimizer in enumerate(rest.pop("optimizer_states", [])):
+        state[f"optimizer_{number}"] = optimizer
+    for key in list(rest):  # callbacks add more weights
+        if any(isinstance(leaf, TensorShard) for leaf in tree_leaves(rest[key])):
+            state[key] = rest.pop(key)
+    return state, rest
+
+
+def _packed(rest: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(rest, buffer)
+    return buffer.getvalue()
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Copy everything to the CPU, and what is there under several names once."""
+    copies: dict[int, Any] = {}
+
+    def copied(_: str, value: Any) -> Any:
+        if id(value) not in copies:
+            copies[id(value)] = _copy(value)
+        return copies[id(value)]
+
+    tree: dict[str, Any] = map_leaves(state, copied)
+    return tree
+
+
+def _copy(value: Any) -> Any:
     if isinstance(value, TensorShard):
         return value.copied()
     if isinstance(value, Tensor):

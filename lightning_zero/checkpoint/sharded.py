@@ -29,10 +29,13 @@ def sharded_module_state(engine: ZeroEngine, module: nn.Module) -> dict[str, Any
     for unit in engine.units:
         unit.ready_for_step()  # no gather is under way that still writes
     state: dict[str, Any] = module.state_dict(keep_vars=True)
+    made: dict[int, TensorShard] = {}  # tied parameters stay one
     for name, value in state.items():
         if isinstance(value, ZeroParameter):
             slot = value.zero_slot
-            state[name] = _shard(engine, slot, slot.shard)
+            if id(slot) not in made:
+                made[id(slot)] = _shard(engine, slot, slot.shard)
+            state[name] = made[id(slot)]
         elif isinstance(value, Tensor):
             state[name] = value.detach()
     return state

@@ -68,7 +68,9 @@ class TensorShard(Tensor):
 
     def copied(self) -> TensorShard:
         """Return the same part with a copy of its elements on the CPU."""
-        local = self.local.detach().to("cpu", copy=True)
+        return self._with(self.local.detach().to("cpu", copy=True))
+
+    def _with(self, local: Tensor) -> TensorShard:
         copy = TensorShard(local, self.shape, (0,) * self.dim(), 0)
         copy._start, copy._order, copy._boxes = self._start, self._order, self._boxes
         return copy
@@ -82,6 +84,9 @@ class TensorShard(Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
+            shard: TensorShard = args[0]
+            return shard._with(func(shard.local, **(kwargs or {})))
         raise NotImplementedError(
             f"{func} was called on a tensor of a checkpoint that is being saved sharded, of which "
             "this rank has only a part: replace or remove it, or use state_dict_type='full'."
