@@ -195,13 +195,13 @@ def as_file(path: Path) -> Path:
 def covering() -> list[tuple[str, str, int, str, int]]:
     """Pair every source with every target at the same ranks, and all counts of ranks with all.
 
-    At the same number, sources take turns at 2, 3 and 4 ranks. At others, each pair of numbers
+    At the same number, sources take turns at 1 to 4 ranks. At others, each pair of numbers
     meets several sources and targets, and every source and every target meets every number.
     """
     cases = []
     for one, (name, kind) in enumerate(SOURCES):
         for two, target in enumerate(TARGETS):
-            world_size = (2, 3, 2, 4)[(one + two) % 4]
+            world_size = RANKS[(one + two) % 4]
             cases.append((name, kind, world_size, target, world_size))
     for before in RANKS:
         for turn, (name, kind) in enumerate(SOURCES):
