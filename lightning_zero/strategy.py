@@ -292,7 +292,8 @@ class ZeroStrategy(DDPStrategy):
                 ),
                 **self._engine_settings,
             )
-            engine.load_masters(self._loaded)
+            if self._loaded:
+                self._checkpoints.load_masters(engine, self._loaded)
             rank_zero_info(engine.summary())
         self._engine = engine
         self._loaded = {}

@@ -195,19 +195,18 @@ def as_file(path: Path) -> Path:
 def covering() -> list[tuple[str, str, int, str, int]]:
     """Pair every source with every target at the same ranks, and all counts of ranks with all.
 
-    At the same number, sources take turns at 2, 3 and 4 ranks. At others, each pair of numbers
-    meets several sources and targets, and every source and every target meets every number.
+    At the same number, sources take turns at 1 to 4 ranks. At others, every source meets every
+    target, and every target comes at every number.
     """
     cases = []
     for one, (name, kind) in enumerate(SOURCES):
         for two, target in enumerate(TARGETS):
-            world_size = (2, 3, 2, 4)[(one + two) % 4]
+            world_size = RANKS[(one + two) % 4]
             cases.append((name, kind, world_size, target, world_size))
     for before in RANKS:
         for turn, (name, kind) in enumerate(SOURCES):
-            after = RANKS[(before + turn) % 4]
-            if after != before:
-                cases.append((name, kind, before, TARGETS[(turn + before) % 4], after))
+            after = RANKS[(before + turn % 3) % 4]
+            cases.append((name, kind, before, TARGETS[(2 * turn + before) % 4], after))
     return cases
 
 
@@ -219,6 +218,9 @@ def test_the_cases_cover_every_source_and_target_and_every_pair_of_numbers_of_ra
     assert {(c[2], c[4]) for c in cases if c[2] != c[4]} == {
         (a, b) for a in RANKS for b in RANKS if a != b
     }
+    others = [c for c in cases if c[2] != c[4]]
+    assert {(c[3], c[4]) for c in others} == {(t, n) for t in TARGETS for n in RANKS}
+    assert {(c[0], c[1], c[3]) for c in others} == {(*s, t) for s in SOURCES for t in TARGETS}
 
 
 @pytest.mark.parametrize("case", covering(), ids=lambda case: "-".join(map(str, case)))

@@ -216,6 +216,11 @@ class Checkpoints:
                 engine.schedule.rest()
                 engine.load_masters(state)
 
+    def load_masters(self, engine: ZeroEngine, state: Mapping[str, Any]) -> None:
+        """Give masters the values of a state that was loaded before. Every rank must call it."""
+        with self._errors("loading the master weights"):
+            engine.load_masters(state)
+
     def load_optimizer_states(
         self, engine: ZeroEngine, optimizers: Sequence[Optimizer], states: Sequence[Any]
     ) -> None:
