@@ -573,7 +573,7 @@ def test_damage_that_only_the_reading_rank_meets_is_reported_by_all(
     path = copied("sharded")
     places = read_metadata(path / ".metadata").storage_data
     part = max(
-        (p for p in places if p.fqn.endswith("dict.embedding.weight")), key=lambda p: p.offset
+        (p for p in places if p.fqn.endswith("model.embedding.weight")), key=lambda p: p.offset
     )
     info = places[part]
     with open(path / info.relative_path, "r+b") as file:
