@@ -24,6 +24,46 @@ from lightning_zero.checkpoint.writers import write_folder, write_remote
 _SLOWEST = 1800.0  # seconds that one rank's disk may be behind another's
 
 
+class _Save(threading.Thread):
+    """A save under way in the background, and what is to follow it.
+
+    Attributes:
+        error: What it raised.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__(name="lightning_zero save")  # no daemon: the interpreter waits at exit
+        self.error: BaseException | None = None
+        self._work = work
+        self._lock = threading.Lock()  # over the two below
+        self._busy = True
+        self._then: list[Callable[[], None]] = []
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self.error = error
+        while (act := self._next()) is not None:
+            act()
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._lock:
+            if self._then and self.error is None:
+                return self._then.pop(0)
+            self._busy = False
+            return None
+
+    def after(self, act: Callable[[], None]) -> None:
+        """Do something when this has succeeded; after a failure it is not done."""
+        with self._lock:
+            if self._busy:
+                self._then.append(act)
+                return
+        if self.error is None:
+            act()
+
+
 class ShardedSaver:
     """Turns what the Trainer dumps into a folder.
 
@@ -36,11 +76,7 @@ class ShardedSaver:
         self._asynchronous = asynchronous
         self._timeout = max(timeout, _SLOWEST)
         self._group: ProcessGroup | None = None
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()  # over the two below
-        self._busy = False
-        self._then: list[Callable[[], None]] = []
+        self._under_way: _Save | None = None
 
     def together(self, what: object) -> Together:
         """Return the ranks, to write something. Every rank must call it."""
@@ -73,25 +109,8 @@ class ShardedSaver:
         if not self._asynchronous:
             work()
             return
-        self._busy = True
-        # No daemon: the interpreter waits for it at exit.
-        self._thread = threading.Thread(target=self._run, args=(work,), name="lightning_zero save")
-        self._thread.start()
-
-    def _run(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            self._error = error
-        while True:
-            with self._lock:
-                if self._error is not None:
-                    self._then.clear()
-                if not self._then:
-                    self._busy = False
-                    return
-                act = self._then.pop(0)
-            act()
+        self._under_way = _Save(work)
+        self._under_way.start()
 
     def after(self, act: Callable[[], None]) -> None:
         """Do something, which does not raise, once the save under way has succeeded.
@@ -99,12 +118,10 @@ class ShardedSaver:
         Without one, it is done at once. After a failure it is not done: what the failed save was to
         replace stays.
         """
-        with self._lock:
-            if self._busy:
-                self._then.append(act)
-                return
-        if self._error is None:
+        if self._under_way is None:
             act()
+        else:
+            self._under_way.after(act)
 
     def wait(self) -> None:
         """Wait until the save under way is done.
@@ -112,10 +129,10 @@ class ShardedSaver:
         Raises:
             OSError: If it failed.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
+        if self._under_way is None:
+            return
+        self._under_way.join()
+        error, self._under_way = self._under_way.error, None
         if error is not None:
             raise error
 
