@@ -353,11 +353,12 @@ class ZeroStrategy(DDPStrategy):
         if error is not None:
             raise error
 
-    def _finish_saving(self) -> OSError | None:
+    def _finish_saving(self) -> Exception | None:
         """Wait for the save under way; return its error unless there is one that came before."""
+        self._checkpoints.forget_rng()
         try:
             self._checkpoints.close()
-        except OSError as error:
+        except Exception as error:  # another rank may have gone
             if not self._failed:
                 return error
             rank_zero_warn(str(error))
@@ -495,6 +496,9 @@ class ZeroStrategy(DDPStrategy):
                     "out, or use state_dict_type='full'."
                 )
             self._checkpoints.save(checkpoint, path, engine)
+            callbacks = self.lightning_module.trainer.checkpoint_callbacks
+            if any(getattr(callback, "save_last", None) == "link" for callback in callbacks):
+                self._checkpoints.wait()  # the callback makes the link as soon as this returns
             return
         write = None
         if self._takes_io or storage_options is not None or not _is_local_file_protocol(path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import glob
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -15,7 +17,7 @@ from pathlib import Path
 from lightning_zero.checkpoint.read_sharded import META_FILE, METADATA_FILE
 
 _PREFIX = ".unfinished-"
-_OLD = "-old-"
+_OLD = "-:replaced:-"
 _STALE = 3600  # seconds without a write after which a save counts as abandoned
 _TOKEN = secrets.token_hex(4)  # a restarted container may give this process an old one's number
 
@@ -99,7 +101,7 @@ def recover(path: Path) -> None:
     """Put a checkpoint back that was aside when the save that was to replace it was killed."""
     if os.path.lexists(path):
         return
-    for old in path.parent.glob(f"{_PREFIX}*{_OLD}{path.name}"):
+    for old in path.parent.glob(f"{_PREFIX}*{_OLD}{glob.escape(path.name)}"):
         if _is_abandoned(old):
             with suppress(FileNotFoundError):  # another rank was faster
                 old.rename(path)
@@ -125,12 +127,13 @@ def _is_replaceable(folder: Path) -> bool:
 
 
 def _is_abandoned(path: Path) -> bool:
-    host, _, rest = path.name.removeprefix(_PREFIX).partition(f"{socket.gethostname()}-")
-    number, _, rest = rest.partition("-")
-    if not host and number.isdigit():
-        if int(number) == os.getpid():
-            return not rest.startswith(_TOKEN)
-        if not _is_running(int(number)):
+    pattern = re.escape(f"{_PREFIX}{socket.gethostname()}-") + rf"(\d+)-(\w{{{len(_TOKEN)}}})-"
+    found = re.match(pattern, path.name)
+    if found is not None:
+        number, token = int(found[1]), found[2]
+        if number == os.getpid():
+            return token != _TOKEN
+        if not _is_running(number):
             return True
     with suppress(OSError):
         files = path.iterdir() if path.is_dir() else []

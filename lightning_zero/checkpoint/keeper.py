@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint.agreement import together
 from lightning_zero.checkpoint.folder import recover, remove, unfinished_saves
 from lightning_zero.checkpoint.full import module_state, optimizer_state
+from lightning_zero.checkpoint.lazy import read_left
 from lightning_zero.checkpoint.load import load_lazily, skipping
 from lightning_zero.checkpoint.optimizers import reordered
 from lightning_zero.checkpoint.read_sharded import FORMAT, RECORD
@@ -30,6 +31,7 @@ from lightning_zero.checkpoint.sharded import (
     sharded_module_state,
     sharded_optimizer_state,
 )
+from lightning_zero.checkpoint.shards import TensorShard
 from lightning_zero.checkpoint.writers import write_file
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.objects import gather
@@ -87,7 +89,7 @@ class Checkpoints:
             "version": __version__,
             "stage": engine.stage,
             "world_size": engine.collectives.world_size,
-            "aliases": aliases(module),
+            "aliases": _tied(checkpoint.get("state_dict", {}), aliases(module)),
         }
         if "loops" in checkpoint and not engine.abandoned:
             mine = [rng_state(engine.collectives.device), _loaders(checkpoint).get(_LOADERS)]
@@ -132,7 +134,7 @@ class Checkpoints:
                     remove(place)
                 else:
                     TorchCheckpointIO().remove_checkpoint(place)
-            except OSError as error:
+            except Exception as error:  # of whatever file system
                 rank_zero_warn(f"The checkpoint {path} could not be removed: {error}")
 
         self._saver.after(act)
@@ -140,6 +142,10 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait for the save under way."""
         self._saver.wait()
+
+    def forget_rng(self) -> None:
+        """Leave the random numbers of what was loaded to the run that has ended."""
+        self._rng = self._rng_in_epoch = None
 
     def close(self) -> None:
         """Wait, and give up what saving holds."""
@@ -212,6 +218,7 @@ class Checkpoints:
         with self._errors("loading the weights"):
             with skipping(state) if skips else nullcontext(state) as values:
                 module.load_state_dict(values, strict=strict)
+            read_left(module)
             if engine is not None:
                 engine.schedule.rest()
                 engine.load_masters(state)
@@ -300,6 +307,21 @@ def _warn_of_unfinished(path: Path) -> None:
             f"are ignored: {', '.join(folder.name for folder in left)}. The next save into the "
             "same folder removes them."
         )
+
+
+def _tied(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]:
+    """Leave out names that are not saved, or with another value."""
+    return {
+        alias: name
+        for alias, name in names.items()
+        if alias in state and name in state and _is_same(state[alias], state[name])
+    }
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, TensorShard) and isinstance(other, TensorShard):
+        return one.local.is_set_to(other.local)
+    return one is other
 
 
 def _names_by_group(sharded: ShardedOptimizer) -> list[list[str]]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_zero.checkpoint.entries import TensorEntry
 
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)  # nobody writes to it
+
 
 class LazyTensor(Tensor):
     """A tensor of a checkpoint. Asking for its shape and dtype reads nothing; a slice reads itself.
+
+    Anything else reads it and keeps the values, so that what is written to it stays.
 
     Attributes:
         entry: Where it is.
@@ -22,6 +26,7 @@ class LazyTensor(Tensor):
     entry: TensorEntry
     skips: bool
     _range: tuple[int, int] | None
+    _kept: Tensor | None
 
     @staticmethod
     def __new__(cls, entry: TensorEntry, numels: tuple[int, int] | None = None) -> LazyTensor:
@@ -30,16 +35,37 @@ class LazyTensor(Tensor):
         self.entry = entry
         self.skips = False
         self._range = numels
+        self._kept = None
         return self
 
     def __init__(self, entry: TensorEntry, numels: tuple[int, int] | None = None) -> None:
         super().__init__()
 
     def read(self) -> Tensor:
-        """Read the values."""
+        """Read the values, or return those that were kept."""
+        if self._kept is not None:
+            return self._kept
         if self._range is None:
             return self.entry.read()
         return self.entry.read_range(*self._range)
+
+    def keep(self) -> Tensor:
+        """Read the values, and stand for them from now on."""
+        self._kept = self.read()
+        return self._kept
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        return self.keep().numpy(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return self.keep().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copy: Tensor = memo.setdefault(id(self), self.read().clone())
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.keep().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"LazyTensor({self.entry.where}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -56,13 +82,15 @@ class LazyTensor(Tensor):
         part = _part(func, args)
         if part is not None:
             return part
-        return func(*tree_map(_read, args), **tree_map(_read, kwargs))
+        if func in _COPIES:
+            return func(*tree_map(_read, args), **kwargs)
+        return func(*tree_map(_kept, args), **tree_map(_kept, kwargs))
 
 
 def _part(func: Any, args: Any) -> LazyTensor | None:
     """Take a flat view, or a slice of one, without reading."""
     lazy = args[0]
-    if not isinstance(lazy, LazyTensor):
+    if not isinstance(lazy, LazyTensor) or lazy._kept is not None:
         return None
     flat = func is torch.ops.aten.as_strided.default and lazy._range is None
     if flat and tuple(map(tuple, args[1:3])) == ((lazy.numel(),), (1,)) and not any(args[3:]):
@@ -77,3 +105,18 @@ def _part(func: Any, args: Any) -> LazyTensor | None:
 
 def _read(value: Any) -> Any:
     return value.read() if isinstance(value, LazyTensor) else value
+
+
+def _kept(value: Any) -> Any:
+    return value.keep() if isinstance(value, LazyTensor) else value
+
+
+def read_left(module: nn.Module) -> None:
+    """Replace what a module has taken out of a checkpoint as it was, as metrics do."""
+    for child in module.modules():
+        for values in (child.__dict__, child._buffers):
+            for name, value in values.items():
+                if isinstance(value, LazyTensor):
+                    values[name] = value.read().clone()
+                elif type(value) is list:
+                    value[:] = [v.read().clone() if isinstance(v, LazyTensor) else v for v in value]

@@ -62,7 +62,13 @@ def load_lazily(path: Path, trust: bool) -> Loaded:
     checkpoint: dict[str, Any] = map_leaves(view.rest, _read)
     checkpoint["state_dict"] = map_leaves(view.weights, lazy)
     if optimizers or "lr_schedulers" in view.rest:
-        checkpoint["optimizer_states"] = map_leaves(optimizers, lazy)
+        checkpoint["optimizer_states"] = [
+            {
+                **map_leaves({k: v for k, v in optimizer.items() if k != "state"}, _read),
+                "state": map_leaves(optimizer["state"], lazy),
+            }
+            for optimizer in optimizers
+        ]
     return Loaded(checkpoint, [_names(optimizer) for optimizer in view.optimizers])
 
 

@@ -55,9 +55,8 @@ def read_sharded(path: Path, trust: bool = False) -> View:
     weights = _flat(tree.pop(key))
     record = dict(meta.get(RECORD) or {})
     for alias, name in record.get("aliases", {}).items():
-        if name not in weights:
-            raise ValueError(f"{path}: '{alias}' is tied to '{name}', which is missing")
-        weights[alias] = weights[name]
+        if name in weights:
+            weights[alias] = weights[name]
     optimizers = _optimizers(path, tree, missing)
     rest = {**tree, **meta}
     return View(path, "sharded", weights, optimizers, rest, record, missing, folder.broken)
