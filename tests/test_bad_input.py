@@ -25,6 +25,8 @@ from modules import (
 )
 from optimizers import Clipping
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from lightning_zero import ZeroStrategy
@@ -147,6 +149,16 @@ def test_a_parameter_without_values_is_refused(name: str) -> None:
 
     assert_refused(Meta, lambda: name, ValueError, "extra.weight", "meta", "configure_model")
     assert_refused(Lazy, lambda: name, ValueError, "extra.weight", "lazy", "run a batch")
+
+
+def test_a_parameter_that_fsdp2_has_sharded_is_refused() -> None:
+    class Sharded(Perceptron):
+        def configure_model(self) -> None:
+            if not hasattr(self, "extra"):
+                self.extra = nn.Linear(FEATURES, 4)
+                fully_shard(self.extra, mesh=init_device_mesh("cpu", (2,)))
+
+    assert_refused(Sharded, lambda: "zero3", ValueError, "extra.weight", "DTensor", "fully_shard")
 
 
 class Looking(Perceptron):

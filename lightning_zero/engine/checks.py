@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_zero.engine.parameter import ZeroParameter
@@ -51,13 +52,18 @@ def check_module(module: nn.Module, device: torch.device) -> None:
     """Refuse a module that cannot be sharded.
 
     Raises:
-        ValueError: If a parameter has no values yet or lies on another device.
+        ValueError: If a parameter has no values yet, lies on another device or is sharded already.
     """
     for name, param in module.named_parameters():
         if is_lazy(param):
             raise ValueError(
                 f"{name} is not initialised yet (a lazy layer): run a batch through the module "
                 "before training starts, for example in setup()."
+            )
+        if isinstance(param, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor, sharded already: take fully_shard and parallelize_module "
+                "out of the module, for example out of configure_model()."
             )
         if param.device.type == "meta":
             raise ValueError(
