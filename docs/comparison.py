@@ -1,4 +1,4 @@
-"""Draws docs/comparison.png from the table in README.md."""
+"""Draws docs/comparison.png from the table in docs/comparison.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DOCS = Path(__file__).parent
 
 def main() -> None:
     """Read the table's rows and draw the last three columns as bars."""
-    text = (DOCS.parent / "README.md").read_text()
+    text = (DOCS / "comparison.md").read_text()
     rows = re.findall(r"^\| `?([\w ]+?)`? +\| ([\d.]+) +\| ([\d.]+) +\| ([\d.]+)", text, re.M)
     names = [row[0] for row in rows]
     titles = ("step, bound by computing", "step, bound by traffic", "peak memory")
