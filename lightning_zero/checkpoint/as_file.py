@@ -25,6 +25,9 @@ def open_checkpoint(
         weights_only: Leave optimizers, schedulers and callbacks out.
         trust: Whether pickles in the source may run code.
 
+    Returns:
+        The file, open for reading at its start, on disk at the size of the checkpoint.
+
     Raises:
         FileNotFoundError: If it, or one of its files, is not there.
         ValueError: If it is damaged, of a newer format, or needs trust.

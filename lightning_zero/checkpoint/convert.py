@@ -95,7 +95,8 @@ def convert(
     """Convert a checkpoint.
 
     Args:
-        source: Whatever :func:`~lightning_zero.checkpoint.formats.open_checkpoint` opens.
+        source: A folder (sharded, or DeepSpeed's), a ``.ckpt``, ``.pt`` or ``.safetensors`` file,
+            or the index of several.
         destination: Its suffix says what to write: ``.ckpt`` a full checkpoint of Lightning,
             ``.safetensors`` or ``.pt`` weights, none a sharded folder.
         dtype: Convert floating-point weights to it, such as ``"bf16"``. Optimizer state stays.
@@ -109,6 +110,9 @@ def convert(
         force: Overwrite the destination.
         trust: Let pickles in the source run code.
         progress: Show a progress bar on stderr, if that is a terminal.
+
+    Returns:
+        What was written: files, tensors, bytes, seconds, peak memory in bytes, remarks.
 
     Raises:
         ValueError: If the source is damaged or the settings do not go together.

@@ -110,8 +110,11 @@ def inspect(source: str | Path, trust: bool = False) -> Report:
     """Report what a checkpoint holds and whether it is whole.
 
     Args:
-        source: Whatever :func:`~lightning_zero.checkpoint.formats.open_checkpoint` opens.
+        source: Any checkpoint that ``convert`` takes.
         trust: Let pickles in it run code.
+
+    Returns:
+        The report; its ``str`` is a table, and ``to_json`` the same for programs.
 
     Raises:
         FileNotFoundError: If there is nothing, or nothing that says what the parts are.

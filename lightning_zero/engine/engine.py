@@ -221,6 +221,12 @@ class ZeroEngine:
     def attach(self, optimizer: optim.Optimizer) -> ShardedOptimizer:
         """Let an optimizer over the module's parameters step sharded from now on.
 
+        Args:
+            optimizer: The optimizer; its ``step`` is then something that all ranks call.
+
+        Returns:
+            What shards it; the same for the same optimizer.
+
         Raises:
             NotImplementedError: If it cannot be sharded.
             ValueError: If it holds a parameter that is not the module's.
@@ -261,20 +267,47 @@ class ZeroEngine:
         return self._optimizers.get(id(optimizer))
 
     def grad_norm(self, params: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
-        """Compute the norm of the averaged gradients of ``params`` over all ranks."""
+        """Compute the norm of the averaged gradients of ``params`` over all ranks.
+
+        Args:
+            params: Parameters of the module; one that occurs twice counts once.
+            norm_type: The p of the p-norm; ``inf`` for the largest element.
+
+        Returns:
+            A scalar, fp32 at least, the same on every rank.
+
+        Raises:
+            ValueError: If a parameter is not one of the module's.
+        """
         self.finish_gradients()
         return clipping.grad_norm(self._slots_of(params), self.collectives, norm_type)
 
     def clip_by_norm(
         self, params: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
-        """Clip the gradients of ``params`` by their norm over all ranks; return it unclipped."""
+        """Clip the gradients of ``params`` by their norm over all ranks; return it unclipped.
+
+        Args:
+            params: Parameters of the module.
+            max_norm: What the norm may be at most.
+            norm_type: The p of the p-norm.
+
+        Returns:
+            The norm before clipping, a scalar, fp32 at least, the same on every rank.
+
+        Raises:
+            ValueError: If a parameter is not one of the module's.
+        """
         self.finish_gradients()
         slots = self._slots_of(params)
         return clipping.clip_by_norm(slots, self.collectives, max_norm, norm_type)
 
     def clip_by_value(self, params: Iterable[nn.Parameter], limit: float) -> None:
-        """Clamp every element of the gradients of ``params`` to ``[-limit, limit]``."""
+        """Clamp every element of the gradients of ``params`` to ``[-limit, limit]``.
+
+        Raises:
+            ValueError: If a parameter is not one of the module's.
+        """
         self.finish_gradients()
         clipping.clip_by_value(self._slots_of(params), limit)
 
@@ -355,7 +388,13 @@ class ZeroEngine:
         return not no.item()
 
     def restore(self, device: torch.device | str = "cpu") -> None:
-        """Make the module ordinary again, with its full weights on ``device`` in every rank."""
+        """Make the module ordinary again, with its full weights on ``device`` in every rank.
+
+        Every rank calls it. The optimizers' state stays sharded.
+
+        Args:
+            device: Where the weights go, which needs room for all of them.
+        """
         self.schedule.rest()
         self._let_go()
         for unit in self.units:
