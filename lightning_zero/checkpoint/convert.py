@@ -18,6 +18,7 @@ import torch
 
 from lightning_zero.checkpoint.entries import TensorEntry, View, entries
 from lightning_zero.checkpoint.formats import open_checkpoint
+from lightning_zero.checkpoint.mappings import odd_mappings
 from lightning_zero.checkpoint.optimizers import by_name, by_number
 from lightning_zero.checkpoint.read_sharded import FORMAT, RECORD
 from lightning_zero.checkpoint.write_file import Advance, write_archive, write_safetensors
@@ -119,7 +120,7 @@ def convert(
         FileExistsError: If the destination exists, without ``force``.
     """
     began = time.perf_counter()
-    source, destination = Path(source), Path(destination)
+    destination = Path(destination)
     target = _target(destination, to)
     _check(target, weights_only, prefix, strip, max_shard_size, layout)
     job = _Job(
@@ -207,7 +208,7 @@ class _Job:
         optimizers = [] if self.weights_only else self.view.optimizers
         for number, optimizer in enumerate(optimizers):
             state[f"optimizer_{number}"] = by_name(optimizer, self.weights, where)
-        record = {**self.view.record, "format": FORMAT}
+        record = {**self.view.record, "format": FORMAT, "mappings": odd_mappings(state)}
         meta = {**_rest(self.view, self.weights_only), RECORD: record}
         self.tree = [state, meta]
         with self._file(self.destination) as temporary:
@@ -328,7 +329,7 @@ def full_checkpoint(view: View, weights: dict[str, Any], weights_only: bool) -> 
     checkpoint = {**_rest(view, weights_only), "state_dict": weights}
     if weights_only or not view.optimizers:
         return checkpoint
-    states = [by_number(optimizer, str(view.path)) for optimizer in view.optimizers]
+    states = [by_number(optimizer) for optimizer in view.optimizers]
     return {"lr_schedulers": [], **checkpoint, "optimizer_states": states}
 
 
