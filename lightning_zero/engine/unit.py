@@ -308,7 +308,7 @@ class Unit(FlatBuffer):
             )
         elif not self.shards_gradients:
             self.finish_reduce()
-            if self.grad_shard is not None and self.own(self.grad_flat).is_set_to(self.grad_shard):
+            if self.grad_shard is not None and _share_storage(self.grad_flat, self.grad_shard):
                 self.grad_shard = self.grad_shard.clone()  # the last average lies in the way
         return self.grad_flat
 
@@ -413,6 +413,10 @@ class Unit(FlatBuffer):
                 face.__class__ = Tensor  # type: ignore[assignment]
                 with torch.no_grad():
                     face.copy_(slot.in_flat(flat))
+
+
+def _share_storage(first: Tensor, second: Tensor) -> bool:
+    return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
 
 
 def _is_dense(param: Tensor) -> bool:
