@@ -10,6 +10,7 @@ second kind for what one exchange per step does.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -35,10 +36,13 @@ def assign(sizes: Sequence[int], loads: list[int]) -> list[int]:
         before.
     """
     owners = [0] * len(sizes)
+    least = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(least)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        owner = loads.index(min(loads))
+        load, owner = least[0]
         owners[index] = owner
-        loads[owner] += sizes[index]
+        loads[owner] = load + sizes[index]
+        heapq.heapreplace(least, (loads[owner], owner))
     return owners
 
 
