@@ -18,6 +18,7 @@ from lightning_zero.engine.collectives import Collectives
 from lightning_zero.engine.division import defers_reductions, divide, reductions_in_flight
 from lightning_zero.engine.flags import GradientFlags
 from lightning_zero.engine.kinds import OptimizerSharding, combining, needs_whole
+from lightning_zero.engine.ledger import Ledger
 from lightning_zero.engine.numerics import Numerics
 from lightning_zero.engine.optimizer import OwningOptimizer, ShardedOptimizer
 from lightning_zero.engine.ownership import Owners
@@ -227,7 +228,13 @@ class ZeroEngine:
         if id(optimizer) not in self._optimizers:
             whole = needs_whole(optimizer, self._sharding)
             found = self._check_whole(optimizer) if whole else Findings()
-            common = (optimizer, self._by_param, self.schedule, self.finish_gradients)
+            common = (
+                optimizer,
+                self._by_param,
+                self.schedule,
+                self.finish_gradients,
+                self.ledger,
+            )
             self._optimizers[id(optimizer)] = (
                 OwningOptimizer(*common, self._owners, self.collectives, found.needs_grads)
                 if whole
@@ -313,6 +320,11 @@ class ZeroEngine:
         return found
 
     # What the module takes
+
+    @property
+    def ledger(self) -> Ledger:
+        """What this rank holds and has done, always up to date."""
+        return self.collectives.ledger
 
     def full_nbytes(self) -> int:
         """Count the bytes of the full parameters, without padding."""
