@@ -284,6 +284,8 @@ class _Owning:
         self._owners = owners
         self._state = 0
         owners.add(self.slots)
+        units = dict.fromkeys(slot.unit for slot in self.slots)
+        self._indices = {slot: index for unit in units for index, slot in enumerate(unit.slots)}
 
     def holdings(self) -> Holdings:
         return Holdings(optimizer=self._state)
@@ -304,9 +306,10 @@ class _Owning:
         mine = set(self._mine(rank))
         whole = sent = received = returned = 0
         for slot in self.slots:
-            nbytes = slot.numel * slot.shard.element_size()
-            # Owners are spread over the ranks at random, so a mean part is what a rank has.
-            part = nbytes // talk.world_size
+            size = slot.shard.element_size()
+            nbytes = slot.numel * size
+            layout = slot.unit.layout
+            part = size * layout.slice_of(self._indices[slot], rank).numel
             times = 1 if slot.unit.master_is_whole else 2
             if slot in mine:
                 whole += times * nbytes
@@ -339,6 +342,8 @@ def _in_order_of_backward(
     found: dict[int, bool] = {}
     for module in root.modules():
         looks_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        for param in module.parameters(recurse=False):
+        own = list(module.parameters(recurse=False))
+        # Backward of a product reports the bias before the weight, that of a norm after it.
+        for param in own if any(p.dim() > 1 for p in own) else reversed(own):
             found[id(param)] = found.get(id(param), False) or not looks_up
     return [(slots[key], is_read) for key, is_read in reversed(found.items())]

@@ -17,20 +17,18 @@ class Transport:
 
     Attributes:
         fills_late: As of ``Collectives``.
-        keeps_gradients: Whether a reduction under way holds this rank's gradients.
         receives: Whether it receives a part from every other rank while under way.
         lends: Whether it has lent such buffers for good.
         adds_base: Whether an average to add to costs room for another one.
     """
 
     fills_late: bool = False
-    keeps_gradients: bool = True
     receives: bool = False
     lends: bool = False
     adds_base: bool = False
 
 
-DIRECT = Transport(fills_late=True, keeps_gradients=False, lends=True)
+DIRECT = Transport(fills_late=True, lends=True)
 """Between the CPU ranks of one host (``engine/direct.py``)."""
 GLOO = Transport(receives=True)
 """Between CPU ranks of several hosts."""
@@ -89,7 +87,7 @@ class ImaginedCollectives(Collectives):
             scratch = (self.world_size - 1) * out.nbytes
         elif self._transport.adds_base and base is not None:
             scratch = out.nbytes
-        return _Imagined(self._transport.keeps_gradients, scratch)
+        return _Imagined(True, scratch)
 
     def _exchange(self, send: list[Tensor], receive: list[Tensor], label: str) -> Pending:
         return _Imagined(False, 0)
