@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from lightning_zero.engine.ledger import Holdings, Ledger
 from lightning_zero.engine.stall import StallMonitor, as_timedelta
 
 # torch 2.13 renamed the collectives of single tensors; 2.11 has the older names only.
@@ -41,7 +43,15 @@ class Traffic:
 
 
 class Pending(ABC):
-    """A collective under way. Its tensors must neither be written nor freed before ``wait``."""
+    """A collective under way. Its tensors must neither be written nor freed before ``wait``.
+
+    Attributes:
+        holds: Whether it keeps its tensors until then.
+        scratch_nbytes: Bytes of what it has allocated beside them, until then.
+    """
+
+    holds = True
+    scratch_nbytes = 0
 
     @abstractmethod
     def wait(self) -> None:
@@ -49,6 +59,8 @@ class Pending(ABC):
 
 
 class _Done(Pending):
+    holds = False
+
     def wait(self) -> None:
         pass
 
@@ -61,6 +73,8 @@ class Collectives(ABC):
         world_size: Number of ranks, N.
         device: The device whose tensors travel.
         traffic: Counts what was sent.
+        ledger: Counts what this rank holds, and what was done.
+        noted: What the ledger knows of the buffers that stay.
         fills_late: Whether the result of a gather needs its storage in ``wait`` only.
         trail: A number that tells by which gathers a rank got here; ranks that took the same way
             through the model have the same.
@@ -73,7 +87,13 @@ class Collectives(ABC):
         self.world_size = world_size
         self.device = device
         self.traffic = Traffic()
+        self.ledger = Ledger()
+        self.noted = Holdings()
         self.trail = 0
+
+    def holdings(self) -> Holdings:
+        """Count the bytes of the buffers that stay between collectives."""
+        return Holdings()
 
     def gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
         """Fill ``flat`` with the shards of all ranks.
@@ -85,6 +105,7 @@ class Collectives(ABC):
             tag: A number per unit; ranks that gather different units never take one for another's.
         """
         self.traffic.gather += (self.world_size - 1) * shard.nbytes
+        self.ledger.gathers += 1
         self.trail = (self.trail * 1_000_003 + tag + 1) % 2**31
         return self._gather(flat, shard, label, tag)
 
@@ -102,6 +123,7 @@ class Collectives(ABC):
                 rank's contribution before the sum, as DDP does; under NCCL to the new average.
         """
         self.traffic.reduce += (self.world_size - 1) * out.nbytes
+        self.ledger.reductions += 1
         return self._reduce(flat, out, label, tag, base)
 
     def exchange(self, send: list[Tensor], receive: list[Tensor], label: str) -> Pending:
@@ -253,7 +275,9 @@ class _GlooPending(Pending):
         works: list[dist.Work],
         label: str,
         finish: Callable[[], None] | None = None,
+        scratch_nbytes: int = 0,
     ) -> None:
+        self.scratch_nbytes = scratch_nbytes
         self._collectives = collectives
         self._works = works
         self._label = label
@@ -299,7 +323,7 @@ class GlooCollectives(_GroupCollectives):
         def average() -> None:
             self._average(terms, out, base)
 
-        return _GlooPending(self, works, label, average)
+        return _GlooPending(self, works, label, average, received.nbytes)
 
     def _exchange(self, send: list[Tensor], receive: list[Tensor], label: str) -> Pending:
         works = []
@@ -327,6 +351,7 @@ class GlooCollectives(_GroupCollectives):
         if not works:
             return
         self.monitor.waits(label)
+        started = perf_counter()
         for work in works:
             try:
                 work.wait(as_timedelta(self.monitor.timeout))
@@ -334,6 +359,7 @@ class GlooCollectives(_GroupCollectives):
                 if "imed out" in str(reason):
                     raise self.monitor.error(label) from reason
                 raise _gone(label, reason) from reason
+        self.ledger.waited += perf_counter() - started
         self.monitor.waits(None)
 
     def scatter(self, flat: Tensor | None, out: Tensor, label: str) -> None:
@@ -446,7 +472,9 @@ class NcclCollectives(_GroupCollectives):
                 torch.add(base, scratch, out=out)
 
         keep = (flat, out, scratch) if base is None else (flat, out, scratch, base)
-        return self._run(self._reduce_stream, reduce, label, *keep)
+        pending = self._run(self._reduce_stream, reduce, label, *keep)
+        pending.scratch_nbytes = 0 if base is None else scratch.nbytes
+        return pending
 
     def _exchange(self, send: list[Tensor], receive: list[Tensor], label: str) -> Pending:
         work = partial(dist.all_to_all, receive, send, group=self.reduce_group)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +12,13 @@ from torch import Tensor, nn, optim
 from torch.distributed import ProcessGroup
 
 from lightning_zero.engine import clipping
-from lightning_zero.engine.autocast import lowered_parameters, watched_parameters
 from lightning_zero.engine.buffers import BufferSync
 from lightning_zero.engine.checks import check_module, same_on_all_ranks
 from lightning_zero.engine.collectives import Collectives
+from lightning_zero.engine.division import defers_reductions, divide, reductions_in_flight
 from lightning_zero.engine.flags import GradientFlags
 from lightning_zero.engine.kinds import OptimizerSharding, combining, needs_whole
+from lightning_zero.engine.ledger import Ledger
 from lightning_zero.engine.numerics import Numerics
 from lightning_zero.engine.optimizer import OwningOptimizer, ShardedOptimizer
 from lightning_zero.engine.ownership import Owners
@@ -29,7 +29,7 @@ from lightning_zero.engine.schedule import Schedule
 from lightning_zero.engine.slot import ParameterSlot
 from lightning_zero.engine.transport import collectives_for
 from lightning_zero.engine.unit import Unit
-from lightning_zero.engine.units import UnitPlan, WrapPolicy, plan_buckets, plan_units
+from lightning_zero.engine.units import UnitPlan, WrapPolicy, plan_units
 
 _log = logging.getLogger("lightning_zero")
 
@@ -95,7 +95,7 @@ class ZeroEngine:
         reduce_every_backward: bool = True,
         numerics: Numerics | None = None,
     ) -> None:
-        placement = placement_of(stage)
+        placement_of(stage)  # refuses what is none, before the ranks talk
         device = device or _device_of(module)
         numerics = numerics or Numerics()
         with same_on_all_ranks(module, group):
@@ -104,30 +104,30 @@ class ZeroEngine:
         self.module = module
         self.stage = stage
         self.collectives = collectives_for(device, group, stall_timeout)
-        halves: set[int] = set()
-        if self.collectives.world_size == 1:  # its share is the whole
-            placement = replace(placement, parameters=Placement.REPLICATED)
-        else:
-            halves = _halves(module, device, numerics)
-        if placement.parameters is Placement.REPLICATED:
-            plans = plan_buckets(module, bucket_mb, halves)
-        else:
-            plans = plan_units(module, auto_wrap_policy, halves)
+        division = divide(
+            module,
+            stage,
+            self.collectives.world_size,
+            device,
+            auto_wrap_policy,
+            bucket_mb,
+            numerics,
+        )
+        plans, placement = division.plans, division.placement
         self.placement = placement
         self.units = _build_units(plans, placement, numerics, self.collectives)
         reduced = (unit.reduced_nbytes for unit in self.units if unit.is_trainable)
         self.collectives.reserve(max(reduced, default=0))
         self.slots = [slot for unit in self.units for slot in unit.slots]
         self._by_param = {id(slot.param): slot for slot in self.slots}
-        # The left-over parameters are used between the other units, so they stay.
-        pinned = [u for u, plan in zip(self.units, plans, strict=True) if plan.module is module]
-        in_flight = 2 if device.type == "cuda" else 1
+        pinned = [self.units[index] for index in division.pinned]
+        in_flight = reductions_in_flight(device)
         self.schedule = Schedule(self.units, pinned, prefetch, in_flight, self._first_ranks)
         self.flags = GradientFlags(self.slots, self.collectives)
         _move_buffers(module, device)
         self._buffers = BufferSync(module, self.collectives, broadcast_buffers)
         self._sharding = optimizer_sharding
-        self._defers = placement.gradients is Placement.REPLICATED or not reduce_every_backward
+        self._defers = defers_reductions(placement, reduce_every_backward)
         self._in_no_sync = False
         self._owners = Owners(self.collectives.world_size)
         self._optimizers: dict[int, ShardedOptimizer] = {}
@@ -234,7 +234,13 @@ class ZeroEngine:
         if id(optimizer) not in self._optimizers:
             whole = needs_whole(optimizer, self._sharding)
             found = self._check_whole(optimizer) if whole else Findings()
-            common = (optimizer, self._by_param, self.schedule, self.finish_gradients)
+            common = (
+                optimizer,
+                self._by_param,
+                self.schedule,
+                self.finish_gradients,
+                self.ledger,
+            )
             self._optimizers[id(optimizer)] = (
                 OwningOptimizer(*common, self._owners, self.collectives, found.needs_grads)
                 if whole
@@ -348,6 +354,11 @@ class ZeroEngine:
 
     # What the module takes
 
+    @property
+    def ledger(self) -> Ledger:
+        """What this rank holds and has done, always up to date."""
+        return self.collectives.ledger
+
     def full_nbytes(self) -> int:
         """Count the bytes of the full parameters, without padding."""
         return sum(slot.numel * slot.unit.dtype.itemsize for slot in self.slots)
@@ -439,17 +450,6 @@ class ZeroEngine:
 
 _abandoned: list[ZeroEngine] = []
 """Kept for ever: the other ranks may still read and write what a failed rank has offered them."""
-
-
-def _halves(module: nn.Module, device: torch.device, numerics: Numerics) -> set[int]:
-    """Choose the parameters that get working values in half precision, by identity."""
-    if numerics.autocast is None or numerics.cast == "none":
-        return set()
-    if numerics.cast == "all":
-        chosen = watched_parameters(module)
-    else:
-        chosen = lowered_parameters(module, device, numerics.autocast)
-    return chosen & {id(p) for p in module.parameters() if p.dtype is torch.float32}
 
 
 def _build_units(

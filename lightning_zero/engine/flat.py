@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_zero.engine.collectives import Collectives, Pending
 from lightning_zero.engine.layout import FlatLayout
+from lightning_zero.engine.ledger import Holdings
 
 
 class FlatState(Enum):
@@ -39,6 +40,7 @@ class FlatBuffer:
 
     Attributes:
         state: Starts as working, with values that are still to be filled in.
+        noted: What the ledger knows of it.
         use: Makes the full values present; the schedule replaces it by something that also makes
             room.
     """
@@ -63,6 +65,7 @@ class FlatBuffer:
         self.state = FlatState.WORKING
         self.use: Callable[..., None] = self.gather
         self.renewed: Callable[[], None] = lambda: None
+        self.noted = Holdings()
         self._tag = tag
         self._gathering: Pending | None = None
         self.flat = torch.empty(layout.flat_numel, dtype=dtype, device=collectives.device)
@@ -83,6 +86,12 @@ class FlatBuffer:
     def resting_nbytes(self) -> int:
         """Bytes that this rank holds between uses."""
         return self.shard_nbytes if self.shards_parameters else self.flat_nbytes
+
+    def holdings(self) -> Holdings:
+        """Count the bytes of the values that are here now."""
+        if self.shards_parameters:
+            return Holdings(parameters=self.shard.nbytes, transient=self._storage.nbytes())
+        return Holdings(parameters=self._storage.nbytes())
 
     @property
     def awaits_gradients(self) -> bool:
@@ -129,6 +138,7 @@ class FlatBuffer:
     def _make_storage(self) -> None:
         if self._storage.nbytes() == 0:
             self._storage.resize_(self.flat_nbytes)
+            self.collectives.ledger.note(self)
 
     # Release
 
@@ -161,6 +171,7 @@ class FlatBuffer:
         if not self._storage.resizable():
             self._renew()
         self._storage.resize_(0)
+        self.collectives.ledger.note(self)
         return True
 
     def _know_storage(self) -> None:

@@ -63,7 +63,7 @@ class Findings(NamedTuple):
 
 def examine(optimizer: optim.Optimizer) -> Findings:
     """Let a copy of an optimizer step on a few tiny parameters."""
-    with _undisturbed():
+    with undisturbed():
         try:
             found = [_try(optimizer, scale) for scale in _SCALES]
         except Exception:  # whatever code of others may raise
@@ -137,7 +137,7 @@ def _run(
         copies.append({**group, "params": tiny})
         params += tiny
     before = [param.detach().clone() for param in params]
-    step = _copy_of(optimizer, copies)
+    _, step = copy_of(optimizer, copies)
     for _ in range(_STEPS):
         for param, scale in zip(params, scales, strict=True):
             grad = draw(tuple(param.shape))
@@ -149,8 +149,18 @@ def _run(
     return moved
 
 
-def _copy_of(optimizer: optim.Optimizer, groups: Groups) -> Callable[[], Any]:
-    """Copy an optimizer without its state and hooks, over other groups; return its ``step``."""
+def copy_of(
+    optimizer: optim.Optimizer, groups: Groups
+) -> tuple[optim.Optimizer, Callable[[], Any]]:
+    """Copy an optimizer without its state and hooks, over other groups.
+
+    Args:
+        optimizer: The optimizer, which stays as it is.
+        groups: Param groups with other parameters, as many as there are or fewer.
+
+    Returns:
+        The copy, and its ``step``.
+    """
     cls = type(optimizer)
     copy = object.__new__(cls)
     bare = _Bare().__dict__
@@ -172,7 +182,7 @@ def _copy_of(optimizer: optim.Optimizer, groups: Groups) -> Callable[[], Any]:
     step: Any = cls.step
     while getattr(step, "hooked", False):
         step = step.__wrapped__
-    return lambda: step(copy)
+    return copy, lambda: step(copy)
 
 
 class _Copier:
@@ -217,7 +227,7 @@ class _Copier:
 
 
 @contextmanager
-def _undisturbed() -> Generator[None, None, None]:
+def undisturbed() -> Generator[None, None, None]:
     """Leave random numbers and warnings as they were, and compile nothing."""
     numpy = sys.modules.get("numpy")
     arrays = None if numpy is None else numpy.random.get_state()

@@ -1,0 +1,120 @@
+"""What this rank's engine holds and has done: numbers that are always up to date.
+
+Nothing here is estimated. Whatever holds memory for the engine (a ``Holder``) says how many bytes
+it holds at this moment, read from the storages that exist; the ledger takes over the difference to
+what the holder said last. So the sum cannot drift, whatever happened in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import add
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class Holdings(NamedTuple):
+    """Bytes by kind.
+
+    Attributes:
+        parameters: Values of parameters that are there all the time: whole at stages 1 and 2, this
+            rank's shard at stage 3. Without wider masters the optimizer updates these.
+        masters: Shards in a wider dtype than the working values'.
+        gradients: This rank's gradients, the averages of its part, and what reductions need while
+            they are under way.
+        optimizer: The optimizers' state.
+        transient: Values that come and go: gathered at stage 3, borrowed for the step of an
+            optimizer that needs whole parameters; and the buffers through which ranks of one host
+            exchange gradients.
+    """
+
+    parameters: int = 0
+    masters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    transient: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds together."""
+        return sum(self)
+
+
+class Holder(Protocol):
+    """Something that holds memory for the engine.
+
+    Attributes:
+        noted: What it held when the ledger last asked.
+    """
+
+    noted: Holdings
+
+    def holdings(self) -> Holdings:
+        """Count the bytes that it holds now, in a time that depends on no size."""
+        ...
+
+
+class Ledger:
+    """Bytes held by this rank, now and at the worst moment, and what moved.
+
+    Counted is what the engine allocates. Activations, buffers of the module, batches, the gradient
+    that autograd has not handed over yet and what single operations need within themselves are not;
+    nor are the buffers that NCCL allocates for itself and what an allocator keeps in reserve.
+
+    Attributes:
+        held: Bytes by kind, now.
+        total: Their sum.
+        peak: The largest total since ``reset_peak``.
+        at_peak: Bytes by kind at that moment.
+        gathers: Flat buffers whose full values were gathered.
+        reductions: Flat buffers whose gradients were reduced.
+        waited: Seconds that the training thread stood still for other ranks, or copied from and to
+            their memory. On a GPU, where the host never waits, it stays 0.
+    """
+
+    def __init__(self) -> None:
+        self.held = Holdings()
+        self.total = 0
+        self.peak = 0
+        self.at_peak = Holdings()
+        self.gathers = 0
+        self.reductions = 0
+        self.waited = 0.0
+
+    def note(self, holder: Holder) -> None:
+        """Take over what a holder holds now; to be called after whatever may have changed it."""
+        self._replace(holder, holder.holdings())
+
+    def forget(self, holder: Holder) -> None:
+        """Take out what a holder held, since it is given up."""
+        self._replace(holder, Holdings())
+
+    def _replace(self, holder: Holder, new: Holdings) -> None:
+        old = holder.noted
+        if new != old:
+            holder.noted = new
+            changes = zip(self.held, new, old, strict=True)
+            self.held = Holdings(*[now + after - before for now, after, before in changes])
+            self.total += sum(new) - sum(old)
+            if self.total > self.peak:
+                self.peak, self.at_peak = self.total, self.held
+
+    def passing(self, more: Holdings) -> None:
+        """Note bytes beside those of all holders, which are gone again in a moment."""
+        total = self.total + sum(more)
+        if total > self.peak:
+            self.peak, self.at_peak = total, Holdings(*map(add, self.held, more))
+
+    def reset_peak(self) -> None:
+        """Forget the worst moment so far."""
+        self.peak, self.at_peak = self.total, self.held
+
+
+def distinct_nbytes(tensors: Iterable[Tensor | None]) -> int:
+    """Count the bytes of the storages behind some tensors, each storage once."""
+    storages = {
+        storage._cdata: storage
+        for storage in (tensor.untyped_storage() for tensor in tensors if tensor is not None)
+    }
+    return sum(storage.nbytes() for storage in storages.values())

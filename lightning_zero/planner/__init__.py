@@ -1,0 +1,1 @@
+"""Says before a run what every stage will hold and send."""
