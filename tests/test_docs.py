@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -171,7 +172,7 @@ def test_relative_links_and_anchors_lead_somewhere(page: Path) -> None:
 def test_blocks_of_code_can_be_parsed(page: Path) -> None:
     for _, language, content in blocks(page.read_text()):
         if language == "python":
-            ast.parse(inspect.cleandoc(content))
+            ast.parse(textwrap.dedent(content))
         elif language == "yaml":
             assert yaml.safe_load(content) is not None
         elif language == "bash":
