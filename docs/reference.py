@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 import types
 from collections.abc import Iterator
 from datetime import timedelta
@@ -22,7 +23,8 @@ _TABLE = re.compile(r"(<!-- arguments of ([\w.]+) -->\n).*?(<!-- end -->)", re.S
 
 
 def main() -> None:
-    """Bring every page up to date."""
+    """Bring every page up to date with this clone."""
+    sys.path.insert(0, str(DOCS.parent))
     for page in sorted(DOCS.glob("*.md")):
         text = page.read_text()
         if (new := filled(text)) != text:
@@ -98,7 +100,8 @@ def _kind(hint: Any) -> str:
     if hint is type(None):
         return "`None`"
     text = inspect.formatannotation(hint).replace("collections.abc.", "")
-    return f"`{re.sub(r'[a-z_][A-Za-z_]*[.](?=[A-Za-z])', '', text)}`"
+    text = re.sub(r"[a-z_][A-Za-z_]*[.](?=[A-Za-z])", "", text)  # names without their modules
+    return f"`{text.replace(' | ', ' or ')}`"
 
 
 def _value(value: Any) -> str:
