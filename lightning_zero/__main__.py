@@ -2,4 +2,5 @@
 
 from lightning_zero.cli import script
 
-script()
+if __name__ == "__main__":  # ranks that are spawned import this file once more
+    script()

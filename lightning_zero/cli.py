@@ -1,4 +1,4 @@
-"""The command line: ``lightning-zero convert`` and ``lightning-zero inspect``.
+"""The command line: ``lightning-zero`` and its commands.
 
 Each command's module is imported when the command is given, so that none pays for another.
 """
@@ -10,6 +10,27 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+_TRAINING = {
+    "fit": "train a LightningModule",
+    "validate": "run its validation",
+    "test": "run its test",
+    "predict": "run its prediction",
+}
+_EXAMPLES = """\
+examples:
+  train the class Module of my.py, in this folder, on two devices at stage 3:
+    lightning-zero fit --model my.Module --data my.Data --trainer.devices 2
+  the same at stage 2:
+    lightning-zero fit --model my.Module --data my.Data --trainer.strategy.stage 2
+  write all settings into a file, change them there, and train with it:
+    lightning-zero fit --model my.Module --data my.Data --print_config > run.yaml
+    lightning-zero fit --config run.yaml
+  look into a checkpoint, and make it one file of weights:
+    lightning-zero inspect last.ckpt
+    lightning-zero convert last.ckpt weights.safetensors
+
+"lightning-zero COMMAND --help" lists what a command takes.
+"""
 _HARMLESS = (OSError, ValueError, KeyError, RuntimeError, NotImplementedError)
 
 
@@ -22,10 +43,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 1 for an error, 2 for wrong usage (then by ``SystemExit``).
     """
+    words = sys.argv[1:] if arguments is None else arguments
+    if words and words[0] in _TRAINING:
+        from lightning_zero.training import train
+
+        train(arguments)
+        return 0
     parser = argparse.ArgumentParser(
-        prog="lightning-zero", description="Convert and inspect checkpoints."
+        prog="lightning-zero",
+        description="Train LightningModules with ZeRO, and work with their checkpoints.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", dest="command", required=True
+    )
+    for name, text in _TRAINING.items():  # LightningCLI parses what follows them
+        commands.add_parser(name, help=text, add_help=False)
     _add_convert(commands)
     _add_inspect(commands)
     options = parser.parse_args(arguments)

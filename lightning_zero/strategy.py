@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -30,7 +30,8 @@ from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.kinds import OptimizerSharding
 from lightning_zero.engine.numerics import Cast
 from lightning_zero.engine.parameter import ZeroParameter
-from lightning_zero.engine.placement import Placement, placement_of
+from lightning_zero.engine.placement import Placement, Stage, placement_of
+from lightning_zero.engine.units import WrapPolicy
 from lightning_zero.host import available_memory, device_memory
 from lightning_zero.precision import DtypeName, ZeroPrecision
 
@@ -48,8 +49,9 @@ class ZeroStrategy(DDPStrategy):
         stage: 1 shards optimizer state, 2 gradients as well, 3 parameters as well
             (arXiv 1910.02054).
         auto_wrap_policy: What is gathered and released together at stage 3. ``"auto"``: repeated
-            blocks and large layers; ``"layers"``: every layer; ``"none"``: the whole module; class
-            names, classes or a function as ``FSDPStrategy`` takes them.
+            blocks and large layers; ``"layers"``: every layer; ``"none"``: the whole module; one or
+            several classes or their names (``Block``, ``my.Block``); or a function as
+            ``FSDPStrategy`` takes it, or its import path.
         bucket_mb: Megabytes of parameters that are reduced together at stages 1 and 2.
         prefetch: Whether to gather the next unit while the one before it computes.
         broadcast_buffers: Whether rank 0's buffers replace the others' before forward passes.
@@ -63,10 +65,12 @@ class ZeroStrategy(DDPStrategy):
             forward passes; ``"sharded"`` gathers them for each.
         restore_weights: Whether the module gets its full weights back on the CPU of every rank at
             the end. ``"auto"``: if they fit in half of the host's free memory.
-        cast: Under ``bf16-mixed`` and ``16-mixed``, what is held in half precision, see
-            ``ZeroPrecision``: ``"auto"``, ``"all"`` or ``"none"``.
-        reduce_dtype: In which dtype gradients are summed, see ``ZeroPrecision``.
-        fp32_master: Whether ``bf16-true`` and ``16-true`` keep fp32 masters, see ``ZeroPrecision``.
+        cast: Under ``bf16-mixed`` and ``16-mixed``, what is held in half precision. ``"auto"``:
+            what autocast would cast anyway, so the numbers are those of ``ddp``; ``"all"``: all,
+            the memory of the paper; ``"none"``: nothing. See ``ZeroPrecision``.
+        reduce_dtype: In which dtype gradients travel and are summed. Default: fp32, or their own
+            if that is wider.
+        fp32_master: Whether ``bf16-true`` and ``16-true`` update, and save, sharded fp32 masters.
         log_grad_norm: Whether to log the global norm of the gradients before clipping, in every
             step, as ``grad_norm``, or ``grad_norm/0`` and so on if there are several optimizers.
         state_dict_type: What ``trainer.save_checkpoint`` and ``ModelCheckpoint`` write. ``"full"``:
@@ -76,23 +80,28 @@ class ZeroStrategy(DDPStrategy):
             writes in the background.
         stall_timeout: Seconds that a wait for other ranks may last before it becomes an error that
             says what each rank waits for.
-        accelerator: As for ``DDPStrategy``, and so are the others below.
-        parallel_devices: Devices of this node.
-        cluster_environment: How ranks find each other.
-        checkpoint_io: How checkpoint files are written.
-        precision_plugin: The stock plugin; it is wrapped in ``ZeroPrecision``.
-        process_group_backend: Default: ``"gloo"`` on CPU, ``"nccl"`` on GPU.
-        timeout: Of Lightning's own process group.
-        start_method: How to start ranks: ``"popen"`` runs the script once more for each.
+        accelerator: The kind of device. The Trainer sets it from its own argument of that name, as
+            it does the next three.
+        parallel_devices: The devices of this node, for example ``["cuda:0", "cuda:2"]``.
+        cluster_environment: How ranks find each other, for example ``SLURMEnvironment``.
+        checkpoint_io: How full checkpoint files are written and read.
+        precision_plugin: A ``ZeroPrecision``, or a stock plugin, which gets wrapped in one.
+        process_group_backend: Of ``torch.distributed``. Default: ``"gloo"`` on CPU, ``"nccl"`` on
+            GPU.
+        timeout: Of Lightning's own process group, in YAML as ``"0:30:00"``. The waits of the
+            strategy have ``stall_timeout``.
+        start_method: How to start the ranks of this node: ``"popen"`` runs the script once more for
+            each; ``"spawn"``, ``"fork"`` and ``"forkserver"`` as in Python's ``multiprocessing``.
 
     Raises:
         ValueError: If an argument is out of its range, or the accelerator cannot be used.
+        RuntimeError: If a name in ``parallel_devices`` is no device.
     """
 
     def __init__(
         self,
-        stage: int = 3,
-        auto_wrap_policy: Any = "auto",
+        stage: Stage = 3,
+        auto_wrap_policy: WrapPolicy = "auto",
         bucket_mb: float = 25.0,
         prefetch: bool = True,
         broadcast_buffers: bool = True,
@@ -108,7 +117,7 @@ class ZeroStrategy(DDPStrategy):
         async_save: bool = False,
         stall_timeout: float = 300.0,
         accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
+        parallel_devices: Sequence[torch.device | str] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -137,9 +146,10 @@ class ZeroStrategy(DDPStrategy):
             self._check_settings(precision_plugin)
             if precision_plugin.is_default:  # Trainer(precision=...) has the word
                 self._settings, precision_plugin = precision_plugin, None
+        devices = None if parallel_devices is None else [torch.device(d) for d in parallel_devices]
         super().__init__(
             accelerator=accelerator,
-            parallel_devices=parallel_devices,
+            parallel_devices=devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
@@ -153,7 +163,7 @@ class ZeroStrategy(DDPStrategy):
         self._engine: ZeroEngine | None = None
         self._trained: ZeroEngine | None = None  # the one that knows the optimizers
         self._loaded: Mapping[str, Tensor] = {}  # values for masters, until there is an engine
-        self._engine_settings = dict(
+        self._engine_settings: dict[str, Any] = dict(
             stage=stage,
             auto_wrap_policy=auto_wrap_policy,
             bucket_mb=bucket_mb,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
+
+Stage = Literal[1, 2, 3]
 
 
 class Placement(Enum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,10 @@ WrapPolicy = (
     | set[type[nn.Module]]
     | Callable[[nn.Module, bool, int], bool]
 )
-"""How to choose units at stage 3: a word, class names, classes, or a function as FSDP takes it."""
+"""How to choose units at stage 3: a word, class names, classes, or a function as FSDP takes it.
+
+A string with dots is an import path, of a class or of a function.
+"""
 
 _SMALL = 2**14
 """Elements under which a module is no unit of its own: fewer cost as much to move as none."""
@@ -151,7 +155,10 @@ def _chosen(module: nn.Module, policy: Any) -> Iterator[nn.Module]:
         return iter(())
     if policy == "layers":
         return _matching(module, _is_layer)
-    if isinstance(policy, str) or (isinstance(policy, type) and issubclass(policy, nn.Module)):
+    if isinstance(policy, str):
+        named = _imported(policy)
+        policy = named if callable(named) and not isinstance(named, type) else [policy]
+    if isinstance(policy, type) and issubclass(policy, nn.Module):
         policy = [policy]
     if hasattr(policy, "_module_classes"):  # ModuleWrapPolicy
         policy = policy._module_classes
@@ -172,6 +179,9 @@ def _classes(module: nn.Module, wanted: Iterable[Any]) -> tuple[type[nn.Module],
     for item in wanted:
         if isinstance(item, str):
             fits = {cls for cls in present if item in (cls.__name__, _path(cls))}
+            named = None if fits else _imported(item)  # torch.nn.Linear is defined elsewhere
+            if isinstance(named, type):
+                fits = {cls for cls in present if issubclass(cls, named)}
         elif isinstance(item, type) and issubclass(item, nn.Module):
             fits = {cls for cls in present if issubclass(cls, item)}
         else:
@@ -187,6 +197,15 @@ def _classes(module: nn.Module, wanted: Iterable[Any]) -> tuple[type[nn.Module],
             )
         found |= fits
     return tuple(found)
+
+
+def _imported(path: str) -> Any:
+    """Return what an import path names, or None."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name, None) if module else None
+    except ImportError:
+        return None
 
 
 def _path(cls: type) -> str:
