@@ -35,7 +35,7 @@ class Activations:
     without_casts: int
 
 
-class _Count(TorchDispatchMode):
+class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the storages that operations make, as long as they live.
 
     Args:
@@ -44,7 +44,7 @@ class _Count(TorchDispatchMode):
     """
 
     def __init__(self, ignored: Container[int], weights: Container[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = self.plain = self.peak = self.plain_peak = 0
         self._ignored = ignored
         self._weights = weights
@@ -113,7 +113,8 @@ def count_activations(
         weights = {fakes[key].untyped_storage()._cdata for key in fakes if key in halves}
         for param in module.parameters():
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(_drop_grad)
+                register: Any = param.register_post_accumulate_grad_hook
+                register(_drop_grad)
         counter = _Count(ignored, weights)
         try:
             with counter:
@@ -144,7 +145,7 @@ def _run(module: nn.Module, inputs: Any, precision: ZeroPrecision) -> None:
             leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad
         ]
         if losses:
-            losses[0].sum().backward()
+            losses[0].sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _drop_grad(param: Tensor) -> None:

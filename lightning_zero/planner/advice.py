@@ -32,7 +32,7 @@ def recommend(
         ranks: Number of ranks, N.
 
     Returns:
-        The strategy, or None if none fits, and the reason in one sentence.
+        The strategy, or None if none fits, and the reason.
     """
     fitting = [row for row in rows if row.fits is not False]
     if not fitting:
@@ -50,25 +50,27 @@ def _why(
     rows: Sequence[StrategyPlan],
     device_memory: int | None,
 ) -> str:
-    smaller = [row.strategy for row in rows if row.total < 0.98 * best.total]
-    if device_memory is None:
-        why = f"it sends {size_text(best.sent)} per step, no more than any other"
-        why += ", and needs least memory of those that do" if len(cheap) > 1 else ""
-        why += f". If its {size_text(best.total)} do not fit your device, take {smaller[-1]}." * bool(
-            smaller
-        )
-        return why if why.endswith(".") else why + "."
-    left = size_text(usable(device_memory) - best.total)
-    room = f"leaves {left} for activations" if best.activations is None else f"leaves {left} free"
-    refused = [row.strategy for row in rows if row.fits is False]
-    why = f"it fits, {room}, and "
-    if refused:
-        why += f"of those that fit (not {', '.join(refused)}) "
-    why += f"sends least per step ({size_text(best.sent)})"
+    why = ""
+    if device_memory is not None:
+        left = size_text(usable(device_memory) - best.total)
+        room = "for activations" if best.activations is None else "free"
+        refused = [row.strategy for row in rows if row.fits is False]
+        others = f" ({_listed(refused)} would not)" if refused else ""
+        why = f"It fits{others}, leaving {left} {room}. "
+    least = "no more than any other that fits" if why else "no more than any other"
+    why += f"It sends {size_text(best.sent)} per step, {least}"
     if len(cheap) > 1:
-        others = " and ".join(row.strategy for row in cheap if row is not best)
-        why += f"; {others} {'sends' if len(cheap) == 2 else 'send'} as much but needs more memory"
+        why += ", and holds least of those that send as little"
+    smaller = [row for row in rows if row.total < 0.98 * best.total]
+    if device_memory is None and smaller:
+        smallest = min(smaller, key=lambda row: row.total)
+        why += f". If {size_text(best.total)} are too much, take {smallest.strategy}"
     return f"{why}."
+
+
+def _listed(words: Sequence[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _why_none(rows: Sequence[StrategyPlan], device_memory: int, ranks: int) -> str:

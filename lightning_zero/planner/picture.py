@@ -6,20 +6,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.planner.advice import usable
+from lightning_zero.planner.report import KINDS
 from lightning_zero.planner.sizes import size_text
 
 if TYPE_CHECKING:
     from lightning_zero.planner.report import Plan
 
-# Okabe and Ito's colours, which people with any colour vision can tell apart, from dark to light.
-_KINDS = {
-    "parameters": ("weights", "#0072B2"),
-    "masters": ("fp32 masters", "#56B4E9"),
-    "gradients": ("gradients", "#009E73"),
-    "optimizer": ("optimizer state", "#E69F00"),
-    "transient": ("transient", "#CC79A7"),
-    "buffers": ("module's buffers", "#999999"),
-    "activations": ("activations", "#F0E442"),
+# Okabe and Ito's colours, which people with any colour vision can tell apart.
+_COLOURS = {
+    "parameters": "#0072B2",
+    "masters": "#56B4E9",
+    "gradients": "#009E73",
+    "optimizer": "#E69F00",
+    "transient": "#CC79A7",
+    "buffers": "#999999",
+    "activations": "#F0E442",
 }
 _LIMIT = "#D55E00"
 
@@ -45,7 +46,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
     scale, unit = _scale(plan)
     bottoms = [0.0] * len(plan.rows)
     places = list(range(len(plan.rows)))
-    for kind, (label, colour) in _KINDS.items():
+    for kind, (label, _) in KINDS.items():
         heights = [(getattr(row, kind) or 0) / scale for row in plan.rows]
         if any(heights):
             axes.bar(
@@ -54,15 +55,22 @@ def draw_plan(plan: Plan, path: Path) -> None:
                 0.62,
                 bottoms,
                 label=label,
-                color=colour,
+                color=_COLOURS[kind],
                 edgecolor="white",
-                linewidth=0.8,
+                linewidth=0.4,
             )
             bottoms = [sum(pair) for pair in zip(bottoms, heights, strict=True)]
     for place, row, top in zip(places, plan.rows, bottoms, strict=True):
         text = size_text(row.total) + ("\ndoes not fit" if row.fits is False else "")
         axes.annotate(
-            text, (place, top), (0, 4), textcoords="offset points", ha="center", va="bottom"
+            text,
+            (place, top),
+            (0, 5),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+            zorder=5,
         )
     _mark_limit(axes, plan, scale)
     axes.set_xticks(

@@ -86,7 +86,7 @@ class Plan:
         device_memory: Bytes of a device, if given.
         rows: One per strategy.
         recommended: The strategy to take, if one fits.
-        reason: Why, in one sentence.
+        reason: Why.
         notes: What else to know.
     """
 
@@ -141,83 +141,73 @@ class Plan:
         draw_plan(self, Path(path))
 
     def __str__(self) -> str:
-        lines = [*self._head(), "", *_table(self._cells()), ""]
-        lines += [f"{name:{_LEGEND_WIDTH}}  {meaning}" for name, meaning in self._legend()]
-        lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
-        return "\n".join([*lines, "", self._verdict()])
+        notes = [f"note: {note}" for note in self.notes]
+        return "\n".join([*self._head(), "", *self._table(), "", *notes, self._verdict()])
 
     def _head(self) -> list[str]:
         numel = f"{count_text(self.numel)} parameters"
         if self.trainable != self.numel:
             numel += f", {count_text(self.trainable)} of them trained"
-        nodes = f"{self.num_nodes} nodes x {self.devices}" if self.num_nodes > 1 else self.devices
+        nodes = f"{self.num_nodes} x {self.devices}" if self.num_nodes > 1 else self.devices
         of = ", ".join(dict.fromkeys(self.optimizers)) or "no optimizer"
         return [
-            f"{self.model}: {numel}; {of}; precision {self.precision}",
-            f"{nodes} ranks; bytes of one rank at the worst moment of a step",
+            f"{self.model}: {numel}, {of}, {self.precision}, {nodes} ranks",
+            "What one rank holds at the worst moment of a step:",
         ]
 
-    def _columns(self) -> dict[str, list[int | None]]:
-        rows = self.rows
-        columns: dict[str, list[int | None]] = {
-            "parameters": [row.parameters for row in rows],
-            "gradients": [row.gradients for row in rows],
-            "masters": [row.masters for row in rows],
-            "optimizer": [row.optimizer for row in rows],
-            "transient": [row.transient for row in rows],
-            "buffers": [row.buffers for row in rows],
-            "activations": [row.activations for row in rows],
-        }
-        return {name: values for name, values in columns.items() if any(values)}
-
-    def _cells(self) -> list[list[str]]:
-        columns = {**self._columns(), "total": [row.total for row in self.rows]}
-        cells = [["strategy", *(row.strategy for row in self.rows)]]
-        cells += [[name, *map(_cell, values)] for name, values in columns.items()]
+    def _table(self) -> list[str]:
+        rows = [["", *(row.strategy for row in self.rows), ""]]
+        for kind, (name, meaning) in KINDS.items():
+            values = [getattr(row, kind) for row in self.rows]
+            if any(values):
+                rows.append([name, *map(_cell, values), meaning])
+        ruler = len(rows)
+        rows.append(["total", *(size_text(row.total) for row in self.rows), ""])
         if self.device_memory is not None:
             words = {True: "yes", False: "NO", None: "?"}
-            fits = [words[row.fits] for row in self.rows]
-            cells.append([f"fits {size_text(self.device_memory)}", *fits])
-        cells.append(["sent/step", *(_cell(row.sent) for row in self.rows)])
-        cells.append(["checkpoint", *(_cell(row.full_checkpoint) for row in self.rows)])
-        cells.append(["sharded", *(_cell(row.sharded_checkpoint) for row in self.rows)])
-        return cells
-
-    def _legend(self) -> list[tuple[str, str]]:
-        shown = {*self._columns(), "sent/step", "checkpoint", "sharded"}
-        return [(name, meaning) for name, meaning in _MEANINGS.items() if name in shown]
+            meaning = f"of {size_text(self.device_memory)} a tenth is left aside"
+            rows.append(["fits", *(words[row.fits] for row in self.rows), meaning])
+        rows += [
+            ["sent per step", *(_cell(row.sent) for row in self.rows), "from one rank to others"],
+            [
+                "full checkpoint",
+                *(_cell(row.full_checkpoint) for row in self.rows),
+                "one file, with optimizer state",
+            ],
+            [
+                "sharded one",
+                *(_cell(row.sharded_checkpoint) for row in self.rows),
+                "what each rank writes of it",
+            ],
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [_line(row, widths) for row in rows]
+        rule = "-" * (sum(widths[:-1]) + 2 * len(widths) - 4)
+        return [lines[0], rule, *lines[1:ruler], rule, *lines[ruler:]]
 
     def _verdict(self) -> str:
         if self.recommended is None:
-            return f"None of them: {self.reason}"
-        return f"Take {self.recommended}: {self.reason}"
+            return f"None of them fits: {self.reason}"
+        return f"Take {self.recommended}. {self.reason}"
 
 
-_MEANINGS = {
-    "parameters": "weights that are there all the time, as forward and backward read them",
-    "gradients": "until the optimizer's step, and while they are reduced",
-    "masters": "fp32 weights that the optimizer updates, beside half-precision ones",
-    "optimizer": "its state, such as Adam's two averages",
-    "transient": "weights gathered for a moment, and buffers for talking to other ranks",
-    "activations": "what forward keeps for backward, for the batch given",
-    "sent/step": "what one rank sends to the others in one optimizer step",
-    "checkpoint": "one full file, with optimizer state",
-    "sharded": "what each rank writes of a sharded checkpoint",
+KINDS = {
+    "parameters": ("weights", "there all the time, as forward and backward read them"),
+    "masters": ("masters", "fp32 weights that the optimizer updates"),
+    "gradients": ("gradients", "until the optimizer steps, and while they are reduced"),
+    "optimizer": ("optimizer state", "such as Adam's two averages"),
+    "transient": ("transient", "weights gathered for a moment, and buffers for talking"),
+    "buffers": ("module's buffers", "whole on every rank"),
+    "activations": ("activations", "what forward keeps for backward, for the batch given"),
 }
-_LEGEND_WIDTH = max(map(len, _MEANINGS))
+"""The kinds of memory in a row, each with its name and what it is."""
 
 
 def _cell(nbytes: int | None) -> str:
     return "-" if not nbytes else size_text(nbytes)
 
 
-def _table(columns: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in columns]
-    lines = []
-    for row in zip(*columns, strict=True):
-        first, *others = (
-            f"{cell:<{width}}" if number == 0 else f"{cell:>{width}}"
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append("  ".join([first, *others]))
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+def _line(row: list[str], widths: list[int]) -> str:
+    name, *cells, meaning = row
+    padded = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:-1], strict=True)]
+    return "  ".join([f"{name:<{widths[0]}}", *padded, meaning]).rstrip()
