@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_zero.checkpoint.as_file import open_checkpoint
     from lightning_zero.engine.engine import ZeroEngine
+    from lightning_zero.planner.api import plan
     from lightning_zero.precision import ZeroPrecision
     from lightning_zero.strategy import ZeroStrategy
 
 __version__ = "0.1.0"
-__all__ = ["ZeroEngine", "ZeroPrecision", "ZeroStrategy", "open_checkpoint"]
+__all__ = ["ZeroEngine", "ZeroPrecision", "ZeroStrategy", "open_checkpoint", "plan"]
 
 
 def _is_command(words: list[str]) -> bool:
@@ -42,6 +43,7 @@ def __getattr__(name: str) -> Any:
 def _load() -> dict[str, Any]:
     from lightning_zero.checkpoint.as_file import open_checkpoint
     from lightning_zero.engine.engine import ZeroEngine
+    from lightning_zero.planner.api import plan
     from lightning_zero.precision import ZeroPrecision
     from lightning_zero.strategy import ZeroStrategy, register
 
@@ -51,6 +53,7 @@ def _load() -> dict[str, Any]:
         "ZeroPrecision": ZeroPrecision,
         "ZeroStrategy": ZeroStrategy,
         "open_checkpoint": open_checkpoint,
+        "plan": plan,
     }
     globals().update(names)
     return names

@@ -25,6 +25,8 @@ examples:
   write all settings into a file, change them there, and train with it:
     lightning-zero fit --model my.Module --data my.Data --print_config > run.yaml
     lightning-zero fit --config run.yaml
+  say beforehand what each strategy would need, and which to take:
+    lightning-zero plan --config run.yaml --device-memory 80GB
   look into a checkpoint, and make it one file of weights:
     lightning-zero inspect last.ckpt
     lightning-zero convert last.ckpt weights.safetensors
@@ -49,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         train(arguments)
         return 0
+    if words and words[0] == "plan":
+        return _plan(words[1:])
     parser = argparse.ArgumentParser(
         prog="lightning-zero",
         description="Train LightningModules with ZeRO, and work with their checkpoints.",
@@ -60,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for name, text in _TRAINING.items():  # LightningCLI parses what follows them
         commands.add_parser(name, help=text, add_help=False)
+    _add_plan(commands)
     _add_convert(commands)
     _add_inspect(commands)
     options = parser.parse_args(arguments)
@@ -71,6 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _HARMLESS as error:
         print(f"lightning-zero {options.command}: {error}", file=sys.stderr)
         return 1
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "say what each strategy would hold and send, and which to take"
+    commands.add_parser("plan", help=text, add_help=False)  # its module parses what follows it
 
 
 def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -108,6 +118,18 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("source", metavar="SRC", help="any checkpoint that convert takes")
     add("--json", action="store_true", help="as JSON instead of a table")
     add("--trust", action="store_true", help="let pickles in SRC run code")
+
+
+def _plan(arguments: Sequence[str]) -> int:
+    from lightning_zero.planner.command import run
+
+    try:
+        return run(arguments)
+    except BrokenPipeError:
+        return 1
+    except (*_HARMLESS, TypeError, ImportError) as error:
+        print(f"lightning-zero plan: {error}", file=sys.stderr)
+        return 1
 
 
 def _convert(options: argparse.Namespace) -> int:

@@ -74,7 +74,10 @@ def plan_buckets(
                 bucket, size = [], 0
         if bucket:
             plans.append(UnitPlan(f"bucket {len(plans)}", None, tuple(bucket), half))
-    return plans[::-1]
+    # Buckets of several kinds fill side by side. One is complete when its first parameter is, and
+    # is reduced in that order, or finished buckets of one kind would wait for those of another.
+    place = {id(param): place for place, (_, param) in enumerate(module.named_parameters())}
+    return sorted(plans, key=lambda plan: place[id(plan.params[0][1])])
 
 
 def plan_units(

@@ -27,7 +27,9 @@ from lightning_zero.planner.blueprint import Blueprint
 from lightning_zero.planner.states import Pieces
 from lightning_zero.planner.transports import ImaginedCollectives, Transport
 
-_STEPS = 3  # the first makes the state and learns the order, the second is the first like all others
+_STEPS = (
+    3  # the first makes the state and learns the order, the second is the first like all others
+)
 _MICRO_BATCHES = 3  # a first, one like all in the middle, and a last
 
 
@@ -290,9 +292,7 @@ class _Owning:
     def holdings(self) -> Holdings:
         return Holdings(optimizer=self._state)
 
-    def noted_state(
-        self, states: dict[int, Pieces], rank: int, talk: ImaginedCollectives
-    ) -> None:
+    def noted_state(self, states: dict[int, Pieces], rank: int, talk: ImaginedCollectives) -> None:
         """Let the ledger know of the state that a rank keeps."""
         self._state = sum(
             piece.numel * slot.state_dtype(piece.dtype).itemsize

@@ -13,7 +13,7 @@ from lightning_zero.engine.ledger import Holdings
 
 @dataclass(frozen=True, kw_only=True)
 class Transport:
-    """What a way to talk keeps in memory; ``tests/test_planner.py`` holds each against the real one.
+    """What a way to talk keeps in memory. Tests hold each against the real one.
 
     Attributes:
         fills_late: As of ``Collectives``.
