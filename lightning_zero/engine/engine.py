@@ -21,6 +21,7 @@ from lightning_zero.engine.flags import GradientFlags
 from lightning_zero.engine.kinds import OptimizerSharding, combining, needs_whole
 from lightning_zero.engine.ledger import Ledger
 from lightning_zero.engine.numerics import Numerics
+from lightning_zero.engine.observer import Event
 from lightning_zero.engine.optimizer import OwningOptimizer, ShardedOptimizer
 from lightning_zero.engine.ownership import Owners
 from lightning_zero.engine.placement import Placement, StagePlacement, placement_of
@@ -123,7 +124,9 @@ class ZeroEngine:
         # The left-over parameters are used between the other units, so they stay.
         pinned = [u for u, plan in zip(self.units, plans, strict=True) if plan.module is module]
         in_flight = 2 if device.type == "cuda" else 1
-        self.schedule = Schedule(self.units, pinned, prefetch, in_flight, self._first_ranks)
+        self.schedule = Schedule(
+            self.units, pinned, prefetch, in_flight, self._first_ranks, self.ledger
+        )
         self.flags = GradientFlags(self.slots, self.collectives)
         _move_buffers(module, device)
         self._buffers = BufferSync(module, self.collectives, broadcast_buffers)
@@ -159,11 +162,13 @@ class ZeroEngine:
         """
         for sharded in self._optimizers.values():
             sharded.recover()
+        self.ledger.tell(Event.FORWARD)
         self._watch_gradients()
         self._buffers.before_forward(syncs_buffers and not self._in_no_sync)
         self.schedule.begin_pass()
         yield
         self.schedule.end_forward()
+        self.ledger.tell(Event.FORWARD_END)
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
@@ -266,6 +271,11 @@ class ZeroEngine:
     def sharded(self, optimizer: optim.Optimizer) -> ShardedOptimizer | None:
         """Return what ``attach`` made of an optimizer, if it did; it outlives ``restore``."""
         return self._optimizers.get(id(optimizer))
+
+    @property
+    def optimizers(self) -> list[ShardedOptimizer]:
+        """What ``attach`` made of the optimizers, in their order."""
+        return list(self._optimizers.values())
 
     def grad_norm(self, params: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
         """Compute the norm of the averaged gradients of ``params`` over all ranks."""
