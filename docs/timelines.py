@@ -80,7 +80,7 @@ def record(stage: int) -> None:
         data = torch.randint(VOCAB, ((STEP + 2) * RANKS * 2, TOKENS + 1))
         trainer.fit(Model(), DataLoader(data, batch_size=2))
         IMAGES.mkdir(exist_ok=True)
-        for suffix in ("png", "html") if stage == 3 else ("png",):
+        for suffix in ("png", "html"):
             written = Path(folder, f"timeline-step{STEP}.{suffix}")
             (IMAGES / f"timeline-zero{stage}.{suffix}").write_bytes(written.read_bytes())
 

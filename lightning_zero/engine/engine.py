@@ -29,6 +29,7 @@ from lightning_zero.engine.probe import Findings, examine
 from lightning_zero.engine.saved import SavedParameters
 from lightning_zero.engine.schedule import Schedule
 from lightning_zero.engine.slot import ParameterSlot
+from lightning_zero.engine.summary import first_line
 from lightning_zero.engine.transport import collectives_for
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.units import UnitPlan, WrapPolicy, plan_buckets, plan_units
@@ -347,14 +348,7 @@ class ZeroEngine:
 
     def summary(self) -> str:
         """Say in one line what was sharded."""
-        numel = sum(slot.numel for slot in self.slots)
-        largest = max((unit.working.flat_nbytes for unit in self.units), default=0)
-        held = sum(buffer.resting_nbytes for unit in self.units for buffer in unit.buffers)
-        return (
-            f"ZeRO stage {self.stage} on {self.collectives.world_size} rank(s): "
-            f"{numel / 1e6:.1f}M parameters in {len(self.units)} units, "
-            f"{held / 1e6:.1f} MB of parameters per rank, largest unit {largest / 1e6:.1f} MB"
-        )
+        return first_line(self)
 
     def _first_ranks(self, numbers: list[int]) -> list[int]:
         told = torch.tensor(numbers, dtype=torch.int64, device=self.collectives.device)

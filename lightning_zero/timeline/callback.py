@@ -67,9 +67,8 @@ class ZeroTimeline(Callback):
             raise ValueError(f"ranks={ranks!r} must be a positive number, or a list of ranks.")
         for name in formats:
             if name not in _FORMATS:
-                raise ValueError(
-                    f"formats={name!r} must be among {', '.join(map(repr, _FORMATS))}."
-                )
+                words = ", ".join(map(repr, _FORMATS))
+                raise ValueError(f"formats={list(formats)!r}: {name!r} is none of {words}.")
         self.step = step
         self.dirpath = dirpath
         self.ranks = chosen
@@ -157,8 +156,12 @@ class ZeroTimeline(Callback):
         if timeline is None:
             return
         stem = folder / f"timeline-step{self._began}"
-        folder.mkdir(parents=True, exist_ok=True)
-        written = write(timeline, stem, self.formats)
+        written: list[Path] = []
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            written = write(timeline, stem, self.formats)
+        except Exception as error:  # no picture is worth a run, and the other ranks go on
+            rank_zero_warn(f"ZeroTimeline could not write {stem}.*: {error!r}")
         if written:
             rank_zero_info(f"Timeline of step {self._began}: {', '.join(map(str, written))}")
 

@@ -162,7 +162,7 @@ class Recorder:
         # After the engine has gathered, before it releases: its work is no computing.
         self._handles += [
             module.register_forward_pre_hook(enter, with_kwargs=True),
-            module.register_forward_hook(leave, prepend=True),
+            module.register_forward_hook(leave, prepend=True, always_call=True),
         ]
 
     def _hook(self, values: list[Any], call: Callable[..., None]) -> None:

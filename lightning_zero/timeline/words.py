@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_zero.engine.summary import many
 from lightning_zero.timeline.record import Timeline
 
 _EXPLANATIONS = {
@@ -19,7 +20,7 @@ _EXPLANATIONS = {
 
 def headline(timeline: Timeline) -> str:
     """Name what is shown."""
-    ranks = "1 rank" if timeline.world_size == 1 else f"{timeline.world_size} ranks"
+    ranks = many(timeline.world_size, "rank")
     return f"ZeRO stage {timeline.stage} on {ranks}, step {timeline.step}"
 
 
@@ -28,12 +29,3 @@ def explanation(timeline: Timeline) -> str:
     if timeline.world_size == 1:
         return "One rank has everything: there is nothing to gather and nobody to wait for."
     return _EXPLANATIONS[timeline.stage]
-
-
-def in_bytes(nbytes: float) -> str:
-    """Write a number of bytes with three digits, in B, kB, MB or GB (powers of 1000)."""
-    for unit in ("B", "kB", "MB"):
-        if abs(nbytes) < 999.5:
-            return f"{nbytes:.{0 if unit == 'B' or nbytes >= 99.95 else 1}f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.{0 if nbytes >= 99.95 else 1}f} GB"
