@@ -56,4 +56,10 @@ def _open_folder(path: Place, trust: bool) -> View:
     indexes = path.matching("*.safetensors.index.json") or path.matching("*.safetensors")
     if len(indexes) == 1:
         return read_safetensors(indexes[0])
-    raise ValueError(f"{path}: not {_READABLE}")
+    inside = [name for name in sorted(path.names()) if _may_be_one(path / name)]
+    more = f"; name one of those in it: {', '.join(inside[:8])}" if inside else ""
+    raise ValueError(f"{path}: not {_READABLE}{more}")
+
+
+def _may_be_one(place: Place) -> bool:
+    return place.suffix in (".ckpt", ".safetensors") or (place / METADATA_FILE).is_file()

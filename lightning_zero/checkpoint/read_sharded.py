@@ -47,7 +47,9 @@ def read_sharded(path: Place, trust: bool = False) -> View:
     meta, missing = _meta(path, trust)
     folder = _Folder(path, metadata, trust)
     record = dict(meta.get(RECORD) or {})
-    tree = with_mappings(folder.tree(), record.get("mappings", {}))
+    tree = with_mappings(folder.tree(), record.pop("mappings", {}))
+    if RECORD in meta:
+        meta[RECORD] = record  # the mappings are of the folder's way of writing only
     key = next((key for key in ("state_dict", "model") if key in tree), None)
     if key is None:
         raise ValueError(
