@@ -166,6 +166,8 @@ class Plan:
         if self.device_memory is not None:
             words = {True: "yes", False: "NO", None: "?"}
             meaning = f"of {size_text(self.device_memory)} a tenth is left aside"
+            if all(row.activations is None for row in self.rows):
+                meaning += "; activations come on top"
             rows.append(["fits", *(words[row.fits] for row in self.rows), meaning])
         rows += [
             ["sent per step", *(_cell(row.sent) for row in self.rows), "from one rank to others"],
