@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_zero.engine.ledger import Holdings, Ledger
+from lightning_zero.engine.observer import Event
 from lightning_zero.engine.stall import StallMonitor, as_timedelta
 
 # torch 2.13 renamed the collectives of single tensors; 2.11 has the older names only.
@@ -351,7 +351,7 @@ class GlooCollectives(_GroupCollectives):
         if not works:
             return
         self.monitor.waits(label)
-        started = perf_counter()
+        started = self.ledger.wait(label)
         for work in works:
             try:
                 work.wait(as_timedelta(self.monitor.timeout))
@@ -359,7 +359,7 @@ class GlooCollectives(_GroupCollectives):
                 if "imed out" in str(reason):
                     raise self.monitor.error(label) from reason
                 raise _gone(label, reason) from reason
-        self.ledger.waited += perf_counter() - started
+        self.ledger.waited_since(started)
         self.monitor.waits(None)
 
     def scatter(self, flat: Tensor | None, out: Tensor, label: str) -> None:
@@ -435,15 +435,27 @@ class _CudaPending(Pending):
     return to it after it has waited, so the allocator reuses their memory in the right order.
     """
 
-    def __init__(self, done: torch.cuda.Event, device: torch.device, *keep: Tensor) -> None:
+    def __init__(
+        self,
+        done: torch.cuda.Event,
+        ledger: Ledger,
+        label: str,
+        device: torch.device,
+        *keep: Tensor,
+    ) -> None:
         self._done: torch.cuda.Event | None = done
+        self._ledger = ledger
+        self._label = label
         self._device = device
         self._keep = keep
 
     def wait(self) -> None:
         done, self._done = self._done, None
         if done is not None:
+            if self._ledger.observer is not None:
+                self._ledger.observer.happened(Event.WAIT, label=self._label)
             torch.cuda.current_stream(self._device).wait_event(done)
+            self._ledger.tell(Event.WAIT_END)
         self._keep = ()
 
 
@@ -517,10 +529,19 @@ class NcclCollectives(_GroupCollectives):
         self, stream: torch.cuda.Stream, work: Callable[[], Any], label: str, *keep: Tensor
     ) -> Pending:
         self.monitor.issued(label)
+        observer = self.ledger.observer
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
+            started = None if observer is None else _mark(stream, timed=True)
             work()
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(stream)
+            done = _mark(stream, timed=observer is not None)
+        if observer is not None:
+            observer.moved(label, started, done)
         self.monitor.watch(done.query, label)
-        return _CudaPending(done, self.device, *keep)
+        return _CudaPending(done, self.ledger, label, self.device, *keep)
+
+
+def _mark(stream: torch.cuda.Stream, timed: bool) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event

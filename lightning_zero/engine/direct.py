@@ -22,7 +22,6 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -268,14 +267,14 @@ class DirectCollectives(GlooCollectives):
 
     def _ask(self, rank: int, kind: bytes, tag: int, label: str) -> int:
         self.monitor.waits(label)
-        started = perf_counter()
+        started = self.ledger.wait(label)
         try:
             value = self._mailbox.receive(rank, kind, tag, self.monitor.timeout)
         except TimeoutError as reason:
             raise self.monitor.error(label) from reason
         except ConnectionError as reason:
             raise self._gone(rank, label) from reason
-        self.ledger.waited += perf_counter() - started
+        self.ledger.waited_since(started)
         self.monitor.waits(None)
         return value
 
@@ -287,12 +286,12 @@ class DirectCollectives(GlooCollectives):
         tensor: Tensor,
         label: str,
     ) -> None:
-        started = perf_counter()
+        started = self.ledger.wait(label)
         try:
             copy(self._pids[rank], address, tensor)
         except ConnectionError as reason:
             raise self._gone(rank, label) from reason
-        self.ledger.waited += perf_counter() - started
+        self.ledger.waited_since(started)
 
     @staticmethod
     def _gone(rank: int, label: str) -> RuntimeError:

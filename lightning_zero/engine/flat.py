@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_zero.engine.collectives import Collectives, Pending
 from lightning_zero.engine.layout import FlatLayout
 from lightning_zero.engine.ledger import Holdings
+from lightning_zero.engine.observer import Event
 
 
 class FlatState(Enum):
@@ -113,6 +114,7 @@ class FlatBuffer:
         """Ask for the full values; ``gather`` waits for them."""
         if self.state is not FlatState.RESTING:
             return
+        self.tell(Event.GATHER)
         if not self.collectives.fills_late:
             self._make_storage()
         self._gathering = self.collectives.gather(
@@ -130,6 +132,7 @@ class FlatBuffer:
         self._gathering.wait()
         self._gathering = None
         self.state = FlatState.WORKING
+        self.tell(Event.GATHER_END)
         self._became_present()
 
     def _became_present(self) -> None:
@@ -170,9 +173,17 @@ class FlatBuffer:
             return False
         if not self._storage.resizable():
             self._renew()
-        self._storage.resize_(0)
-        self.collectives.ledger.note(self)
+        if self._storage.nbytes():
+            self._storage.resize_(0)
+            self.tell(Event.FREE)
+            self.collectives.ledger.note(self)
         return True
+
+    def tell(self, event: Event) -> None:
+        """Tell whoever watches that something happens to this buffer."""
+        observer = self.collectives.ledger.observer
+        if observer is not None:
+            observer.happened(event, self)
 
     def _know_storage(self) -> None:
         """Note the storage, once all views of the engine's own exist."""

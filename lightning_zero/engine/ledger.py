@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import add
+from time import perf_counter
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from lightning_zero.engine.observer import Event, Observer
 
 
 class Holdings(NamedTuple):
@@ -69,6 +72,7 @@ class Ledger:
         at_peak: Bytes by kind at that moment.
         gathers: Flat buffers whose full values were gathered.
         reductions: Flat buffers whose gradients were reduced.
+        observer: Told of everything, if there is one.
         waited: Seconds that the training thread stood still for other ranks, or copied from and to
             their memory. On a GPU, where the host never waits, it stays 0.
     """
@@ -81,6 +85,7 @@ class Ledger:
         self.gathers = 0
         self.reductions = 0
         self.waited = 0.0
+        self.observer: Observer | None = None
 
     def note(self, holder: Holder) -> None:
         """Take over what a holder holds now; to be called after whatever may have changed it."""
@@ -99,6 +104,29 @@ class Ledger:
             self.total += sum(new) - sum(old)
             if self.total > self.peak:
                 self.peak, self.at_peak = self.total, self.held
+            if self.observer is not None:
+                self.observer.held(holder, self.held)
+
+    def tell(self, event: Event) -> None:
+        """Tell whoever watches of an event of the whole rank."""
+        if self.observer is not None:
+            self.observer.happened(event)
+
+    def wait(self, label: str) -> float:
+        """Note that this rank begins to wait for others; ``waited_since`` ends it.
+
+        Returns:
+            The time of ``time.perf_counter``, in seconds.
+        """
+        if self.observer is not None:
+            self.observer.happened(Event.WAIT, label=label)
+        return perf_counter()
+
+    def waited_since(self, started: float) -> None:
+        """Note that the wait is over."""
+        self.waited += perf_counter() - started
+        if self.observer is not None:
+            self.observer.happened(Event.WAIT_END)
 
     def passing(self, more: Holdings) -> None:
         """Note bytes beside those of all holders, which are gone again in a moment."""

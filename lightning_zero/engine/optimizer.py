@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.engine.collectives import Collectives
 from lightning_zero.engine.ledger import Holdings, Ledger, distinct_nbytes
+from lightning_zero.engine.observer import Event
 from lightning_zero.engine.ownership import Loan, Owners
 from lightning_zero.engine.parameter import (
     OwnedElsewhere,
@@ -119,6 +120,7 @@ class ShardedOptimizer:
             self.recover()
             self._before_step()
             self._schedule.rest()
+            self._ledger.tell(Event.STEP)
             self.show_parts()
             return args, kwargs
 
@@ -133,6 +135,7 @@ class ShardedOptimizer:
                     self.count_state()
                 self.keep_parts()
                 self._schedule.changed(self.show_whole())
+                self._ledger.tell(Event.STEP_END)
 
         return hook
 

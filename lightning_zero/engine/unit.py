@@ -16,6 +16,7 @@ from lightning_zero.engine.half import HalfValues
 from lightning_zero.engine.layout import FlatLayout
 from lightning_zero.engine.ledger import Holdings, distinct_nbytes
 from lightning_zero.engine.numerics import Numerics
+from lightning_zero.engine.observer import Event
 from lightning_zero.engine.parameter import (
     RestingGrad,
     RestingParameter,
@@ -346,6 +347,7 @@ class Unit(FlatBuffer):
     def start_reduce(self) -> None:
         """Ask for the average of the gradients; ``finish_reduce`` waits for it."""
         self.finish_reduce()
+        self.tell(Event.REDUCE)
         flat = self._gradient_buffer()
         accumulates = self._make_room_for_average()
         for slot in self.slots:
@@ -410,6 +412,7 @@ class Unit(FlatBuffer):
             self.note(passing=narrow.nbytes)
             self.grad_shard = narrow
         self._average = None
+        self.tell(Event.REDUCE_END)
         self.note()
         for slot in self.slots:
             slot.reduced |= slot.has_grad or slot.param.requires_grad

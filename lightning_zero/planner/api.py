@@ -11,6 +11,7 @@ from torch import nn
 from lightning_zero.engine.division import Division, divide
 from lightning_zero.engine.kinds import OptimizerSharding
 from lightning_zero.engine.numerics import Cast
+from lightning_zero.engine.summary import in_count
 from lightning_zero.engine.units import WrapPolicy
 from lightning_zero.planner.activations import Activations, count_activations
 from lightning_zero.planner.advice import mark, recommend
@@ -18,7 +19,7 @@ from lightning_zero.planner.blueprint import Blueprint, MakeOptimizer, draw
 from lightning_zero.planner.formulas import paper_bytes
 from lightning_zero.planner.rehearsal import Conditions, rehearse, whole_steppers
 from lightning_zero.planner.report import Plan, StrategyPlan
-from lightning_zero.planner.sizes import count_text, parse_size
+from lightning_zero.planner.sizes import parse_size
 from lightning_zero.planner.transports import transport_for
 from lightning_zero.precision import DtypeName, ZeroPrecision
 
@@ -292,7 +293,7 @@ def _plan_of_paper(
     marked = mark(rows, memory)
     recommended, reason = recommend(marked, memory, ranks)
     return Plan(
-        model=f"{count_text(params)} parameters",
+        model=f"{in_count(params)} parameters",
         numel=round(params),
         trainable=round(params),
         optimizers=("Adam",),

@@ -145,7 +145,9 @@ class _Rehearsal:
         self._talk.reserve(max(reduced, default=0))
         pinned = [self._units[index] for index in division.pinned]
         in_flight = reductions_in_flight(conditions.device)
-        self._schedule = Schedule(self._units, pinned, conditions.prefetch, in_flight, list)
+        self._schedule = Schedule(
+            self._units, pinned, conditions.prefetch, in_flight, list, self._talk.ledger
+        )
         self._slots = {id(slot.param): slot for unit in self._units for slot in unit.slots}
         self._reported = _in_order_of_backward(division.root, self._slots)
         self._sharded: list[ShardedOptimizer] = []

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.planner.sizes import count_text, size_text
+from lightning_zero.engine.summary import in_bytes, in_count
 
 RESERVE = 0.1
 """Share of a device that is left aside: for the driver's context, the workspaces of libraries, the
@@ -145,9 +145,9 @@ class Plan:
         return "\n".join([*self._head(), "", *self._table(), "", *notes, self._verdict()])
 
     def _head(self) -> list[str]:
-        numel = f"{count_text(self.numel)} parameters"
+        numel = f"{in_count(self.numel)} parameters"
         if self.trainable != self.numel:
-            numel += f", {count_text(self.trainable)} of them trained"
+            numel += f", {in_count(self.trainable)} of them trained"
         nodes = f"{self.num_nodes} x {self.devices}" if self.num_nodes > 1 else self.devices
         of = ", ".join(dict.fromkeys(self.optimizers)) or "no optimizer"
         return [
@@ -162,10 +162,10 @@ class Plan:
             if any(values):
                 rows.append([name, *map(_cell, values), meaning])
         ruler = len(rows)
-        rows.append(["total", *(size_text(row.total) for row in self.rows), ""])
+        rows.append(["total", *(in_bytes(row.total) for row in self.rows), ""])
         if self.device_memory is not None:
             words = {True: "yes", False: "NO", None: "?"}
-            meaning = f"of {size_text(self.device_memory)} a tenth is left aside"
+            meaning = f"of {in_bytes(self.device_memory)} a tenth is left aside"
             if all(row.activations is None for row in self.rows):
                 meaning += "; activations come on top"
             rows.append(["fits", *(words[row.fits] for row in self.rows), meaning])
@@ -206,7 +206,7 @@ KINDS = {
 
 
 def _cell(nbytes: int | None) -> str:
-    return "-" if not nbytes else size_text(nbytes)
+    return "-" if not nbytes else in_bytes(nbytes)
 
 
 def _line(row: list[str], widths: list[int]) -> str:

@@ -1,0 +1,90 @@
+"""Records the timelines that the documentation shows: 16 transformer blocks on 4 CPU ranks.
+
+    python docs/timelines.py          # all stages, about a minute
+    python docs/timelines.py 3        # one of them
+
+Written are img/timeline-zero1.png and so on, and img/timeline-zero3.html.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_zero import ZeroStrategy, ZeroTimeline
+
+RANKS, BLOCKS, WIDTH, TOKENS, VOCAB = 4, 16, 256, 128, 2048
+STEP = 6
+IMAGES = Path(__file__).parent / "img"
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each after a norm and around a shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.output = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.attention(self.norm1(x)).chunk(3, dim=-1)
+        heads = [part.unflatten(-1, (4, -1)).transpose(1, 2) for part in parts]
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.output(mixed.transpose(1, 2).flatten(2))
+        return x + self.narrow(F.gelu(self.wide(self.norm2(x))))
+
+
+class Model(L.LightningModule):
+    """A small GPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.tokens(batch[:, :-1]) + self.places(torch.arange(TOKENS))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def record(stage: int) -> None:
+    """Train a few steps at one stage and keep what was drawn."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=RANKS,
+            # Buckets as large as a block, so that the stages can be compared.
+            strategy=ZeroStrategy(stage=stage, bucket_mb=3, start_method="fork"),
+            callbacks=[ZeroTimeline(step=STEP, dirpath=folder)],
+            max_steps=STEP + 2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        data = torch.randint(VOCAB, ((STEP + 2) * RANKS * 2, TOKENS + 1))
+        trainer.fit(Model(), DataLoader(data, batch_size=2))
+        IMAGES.mkdir(exist_ok=True)
+        for suffix in ("png", "html"):
+            written = Path(folder, f"timeline-step{STEP}.{suffix}")
+            (IMAGES / f"timeline-zero{stage}.{suffix}").write_bytes(written.read_bytes())
+
+
+if __name__ == "__main__":
+    for word in sys.argv[1:] or ("1", "2", "3"):
+        record(int(word))
