@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +19,9 @@ from typing_extensions import override
 from lightning_zero.strategy import register
 
 NAME = "lightning-zero"
+
+_HEARING = 5.0
+"""Seconds that the other ranks give rank 0 to report an error in the arguments."""
 
 
 def train(arguments: Sequence[str] | None = None) -> None:
@@ -98,12 +102,14 @@ class _Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error or "JSONARGPARSE_DEBUG" in os.environ:
             super().error(message, ex)
-        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
-            text = self._NOISE.sub("", message + "\n").strip()
-            hint = f'"{NAME} --help" shows examples, "{NAME} COMMAND --help" all arguments.'
-            if "dot import path string: zero" in text:
-                hint = "A name takes no arguments: give the class ZeroStrategy and its stage."
-            sys.stderr.write(f"{NAME}: error: {text}\n{hint}\n")
+        if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
+            # Launchers end the other ranks once one has ended: where all fail, one speaks.
+            time.sleep(_HEARING)
+        text = self._NOISE.sub("", message + "\n").strip()
+        hint = f'"{NAME} --help" shows examples, "{NAME} COMMAND --help" all arguments.'
+        if "dot import path string: zero" in text:
+            hint = "A name takes no arguments: give the class ZeroStrategy and its stage."
+        sys.stderr.write(f"{NAME}: error: {text}\n{hint}\n")
         raise SystemExit(2)
 
 

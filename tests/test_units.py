@@ -216,6 +216,35 @@ def test_a_function_may_keep_the_planner_out_of_a_module() -> None:
     assert "blocks" in plans
 
 
+# --- Import paths, as YAML gives them ---
+
+
+@pytest.mark.parametrize("policy", ["torch.nn.Linear", ["torch.nn.Linear"], "Linear", {nn.Linear}])
+def test_a_class_may_be_named_by_any_path_it_is_imported_from(policy: Any) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    assert list(plans_of(module, policy)) == ["0", "2"]
+
+
+def test_a_path_includes_subclasses_as_the_class_does() -> None:
+    class Special(nn.Linear):
+        pass
+
+    module = nn.Sequential(Special(2, 2), nn.LayerNorm(2))
+    assert list(plans_of(module, "torch.nn.Linear")) == ["root", "0"]
+    assert plans_of(module, "torch.nn.Linear") == plans_of(module, {nn.Linear})
+
+
+def test_a_function_may_be_named_by_its_path() -> None:
+    path = "torch.distributed.fsdp.wrap.always_wrap_policy"
+    assert plans_of(Language(), path) == plans_of(Language(), always_wrap_policy)
+
+
+@pytest.mark.parametrize("path", ["absent.Linear", "torch.nn.Absent", ".Linear", "torch.nn.Conv2d"])
+def test_a_path_of_nothing_in_the_module_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match=f"names {re.escape(repr(path))}, but the module has no"):
+        plan_units(Language(), path)
+
+
 # --- What shares no flat buffer, and what is one entry ---
 
 

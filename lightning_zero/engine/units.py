@@ -204,7 +204,7 @@ def _imported(path: str) -> Any:
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name, None) if module else None
-    except ImportError:
+    except (ImportError, TypeError):  # TypeError: it starts with a dot
         return None
 
 
