@@ -4,9 +4,10 @@ import string
 import sysconfig
 from pathlib import Path
 
+import lightning as L
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 VOCABULARY = string.printable
 """Every character the model knows; any other character reads as a question mark."""
@@ -87,3 +88,38 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         start = int(self.starts[index])
         window = self.tokens[start : start + self.context + 1]
         return window[:-1], window[1:]
+
+
+class Corpus(L.LightningDataModule):
+    """The training and validation windows of one run."""
+
+    def __init__(self, steps: int, batch_size: int, context: int, seed: int = 0) -> None:
+        """Keeps the sizes; the text is read in ``setup``.
+
+        Args:
+            steps: The number of batches in an epoch.
+            batch_size: The number of windows in a rank's batch.
+            context: The number of characters in a window.
+            seed: What the choice of training windows depends on.
+        """
+        super().__init__()
+        self.steps = steps
+        self.batch_size = batch_size
+        self.context = context
+        self.seed = seed
+
+    def setup(self, stage: str) -> None:
+        """Reads the text and chooses the windows, for as many ranks as there are."""
+        ranks = 1 if self.trainer is None else self.trainer.world_size
+        self.train_tokens, val_tokens = split(encode(read_corpus()))
+        count = self.steps * self.batch_size * ranks
+        self.train_windows = Windows.drawn(self.train_tokens, self.context, count, self.seed)
+        self.val_windows = Windows.tiled(val_tokens, self.context, multiple=ranks)
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        """Returns batches of drawn windows."""
+        return DataLoader(self.train_windows, self.batch_size)
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        """Returns batches of windows that cover the validation split."""
+        return DataLoader(self.val_windows, self.batch_size)

@@ -15,10 +15,9 @@ import curve
 import lightning as L
 import torch
 from bigram import Bigram
-from data import VOCABULARY, Windows, decode, encode, read_corpus, split
+from data import VOCABULARY, Corpus, decode, encode
 from lightning.pytorch.loggers import CSVLogger
 from model import LanguageModel
-from torch.utils.data import DataLoader
 
 import lightning_zero  # noqa: F401  # Registers the names of the strategies.
 
@@ -61,12 +60,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     L.seed_everything(arguments.seed)
 
-    context, batch_size = arguments.context, arguments.batch_size
-    train_tokens, val_tokens = split(encode(read_corpus()))
-    count = arguments.steps * batch_size * arguments.devices
-    train_windows = Windows.drawn(train_tokens, context, count, arguments.seed)
-    val_windows = Windows.tiled(val_tokens, context, multiple=arguments.devices)
-
+    context = arguments.context
+    corpus = Corpus(arguments.steps, arguments.batch_size, context, arguments.seed)
     model = LanguageModel(len(VOCABULARY), arguments.width, arguments.layers, context, arguments.lr)
     logger = CSVLogger(arguments.out, name=arguments.strategy)
     evaluations = max(n for n in range(1, EVALUATIONS + 1) if arguments.steps % n == 0)
@@ -80,16 +75,12 @@ def main() -> None:
         val_check_interval=arguments.steps // evaluations,
         log_every_n_steps=10,
     )
-    trainer.fit(
-        model,
-        DataLoader(train_windows, batch_size),
-        DataLoader(val_windows, batch_size),
-    )
+    trainer.fit(model, corpus)
 
     # From here on the model is a whole one again, on the CPU, and no rank waits for another.
     if not trainer.is_global_zero:
         return
-    bigram_loss = Bigram(train_tokens, len(VOCABULARY)).loss(val_windows)
+    bigram_loss = Bigram(corpus.train_tokens, len(VOCABULARY)).loss(corpus.val_windows)
     log = Path(logger.log_dir) / "metrics.csv"
     plot = log.with_name("loss.png")
     curve.draw(log, bigram_loss, plot)

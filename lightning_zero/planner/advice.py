@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from lightning_zero.engine.summary import in_bytes
 from lightning_zero.planner.report import RESERVE, StrategyPlan
-from lightning_zero.planner.sizes import size_text
 
 
 def usable(device_memory: int) -> int:
@@ -52,19 +52,19 @@ def _why(
 ) -> str:
     why = ""
     if device_memory is not None:
-        left = size_text(usable(device_memory) - best.total)
+        left = in_bytes(usable(device_memory) - best.total)
         room = "for activations" if best.activations is None else "free"
         refused = [row.strategy for row in rows if row.fits is False]
         others = f" ({_listed(refused)} would not)" if refused else ""
         why = f"It fits{others}, leaving {left} {room}. "
     least = "no more than any other that fits" if why else "no more than any other"
-    why += f"It sends {size_text(best.sent)} per step, {least}"
+    why += f"It sends {in_bytes(best.sent)} per step, {least}"
     if len(cheap) > 1:
         why += ", and holds least of those that send as little"
     smaller = [row for row in rows if row.total < 0.98 * best.total]
     if device_memory is None and smaller:
         smallest = min(smaller, key=lambda row: row.total)
-        why += f". If {size_text(best.total)} are too much, take {smallest.strategy}"
+        why += f". If {in_bytes(best.total)} are too much, take {smallest.strategy}"
     return f"{why}."
 
 
@@ -77,8 +77,8 @@ def _why_none(rows: Sequence[StrategyPlan], device_memory: int, ranks: int) -> s
     best = min(rows, key=lambda row: row.total)
     limit = usable(device_memory)
     why = (
-        f"the smallest, {best.strategy}, needs {size_text(best.total)}, and of "
-        f"{size_text(device_memory)} about {size_text(limit)} can be used"
+        f"the smallest, {best.strategy}, needs {in_bytes(best.total)}, and of "
+        f"{in_bytes(device_memory)} about {in_bytes(limit)} can be used"
     )
     fixed = best.transient + best.buffers + (best.activations or 0)
     whole = best.total - fixed

@@ -8,17 +8,18 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lightning_zero.engine.division import divide
+from lightning_zero.engine.division import Division, divide
 from lightning_zero.engine.kinds import OptimizerSharding
 from lightning_zero.engine.numerics import Cast
+from lightning_zero.engine.summary import in_count
 from lightning_zero.engine.units import WrapPolicy
 from lightning_zero.planner.activations import Activations, count_activations
 from lightning_zero.planner.advice import mark, recommend
 from lightning_zero.planner.blueprint import Blueprint, MakeOptimizer, draw
 from lightning_zero.planner.formulas import paper_bytes
-from lightning_zero.planner.rehearsal import Conditions, rehearse
+from lightning_zero.planner.rehearsal import Conditions, rehearse, whole_steppers
 from lightning_zero.planner.report import Plan, StrategyPlan
-from lightning_zero.planner.sizes import count_text, parse_size
+from lightning_zero.planner.sizes import parse_size
 from lightning_zero.planner.transports import transport_for
 from lightning_zero.precision import DtypeName, ZeroPrecision
 
@@ -125,51 +126,32 @@ def plan(
     planned = blueprint.module
     numerics = plugin.numerics(compiled=getattr(planned, "_compiler_ctx", None) is not None)
     device = torch.device("cuda" if accelerator == "gpu" else "cpu")
+    sharded = [name for name in names if name != "ddp"]
     conditions = Conditions(
         world_size=ranks,
         device=device,
         transport=transport_for(device, num_nodes),
         numerics=numerics,
         prefetch=prefetch,
-        optimizer_sharding=optimizer_sharding,
+        whole=whole_steppers(blueprint.optimizers if sharded else (), optimizer_sharding),
         reduce_every_backward=reduce_every_backward,
         micro_batches=accumulate_grad_batches,
     )
     divisions = {
-        stage: divide(planned, stage, ranks, device, auto_wrap_policy, bucket_mb, numerics)
+        f"zero{stage}": divide(planned, stage, ranks, device, auto_wrap_policy, bucket_mb, numerics)
         for stage in (1, 2, 3)
     }
     activations = None
     if batch is not None:
-        halves = {id(p) for unit in divisions[1].plans if unit.half for _, p in unit.params}
+        units = divisions["zero1"].plans
+        halves = {id(param) for unit in units if unit.half for _, param in unit.params}
         activations = count_activations(planned, batch, plugin, halves)
-    rows = []
-    for name in names:
-        if name == "ddp":
-            rows.append(_ddp(blueprint, ranks, activations))
-        else:
-            division = divisions[int(name[-1])]
-            seen = rehearse(blueprint, division, conditions)
-            held, sent = seen.at_peak, seen.sent
-            rows.append(
-                StrategyPlan(
-                    strategy=name,
-                    parameters=held.parameters,
-                    masters=held.masters,
-                    gradients=held.gradients,
-                    optimizer=held.optimizer,
-                    transient=held.transient,
-                    buffers=_buffers(planned),
-                    activations=None if activations is None else activations.without_casts,
-                    sent_gather=sent.gather,
-                    sent_reduce=sent.reduce,
-                    sent_exchange=sent.exchange,
-                    full_checkpoint=seen.whole_checkpoint + _buffers(planned, saved=True),
-                    sharded_checkpoint=seen.checkpoint,
-                    units=seen.units,
-                    largest_unit=seen.largest,
-                )
-            )
+    rows = [
+        _ddp(blueprint, ranks, activations)
+        if name == "ddp"
+        else _zero(name, blueprint, divisions[name], conditions, activations)
+        for name in names
+    ]
     marked = mark(rows, memory)
     recommended, reason = recommend(marked, memory, ranks)
     return Plan(
@@ -218,6 +200,34 @@ def _buffers(module: nn.Module, saved: bool = False) -> int:
         names = module.state_dict(keep_vars=True)
         found = {id(value): value for value in names.values() if id(value) in found}
     return sum(buffer.numel() * buffer.element_size() for buffer in found.values())
+
+
+def _zero(
+    name: str,
+    blueprint: Blueprint,
+    division: Division,
+    conditions: Conditions,
+    activations: Activations | None,
+) -> StrategyPlan:
+    seen = rehearse(blueprint, division, conditions)
+    held, sent = seen.at_peak, seen.sent
+    return StrategyPlan(
+        strategy=name,
+        parameters=held.parameters,
+        masters=held.masters,
+        gradients=held.gradients,
+        optimizer=held.optimizer,
+        transient=held.transient,
+        buffers=_buffers(blueprint.module),
+        activations=None if activations is None else activations.without_casts,
+        sent_gather=sent.gather,
+        sent_reduce=sent.reduce,
+        sent_exchange=sent.exchange,
+        full_checkpoint=seen.whole_checkpoint + _buffers(blueprint.module, saved=True),
+        sharded_checkpoint=seen.checkpoint,
+        units=seen.units,
+        largest_unit=seen.largest,
+    )
 
 
 def _ddp(blueprint: Blueprint, ranks: int, activations: Activations | None) -> StrategyPlan:
@@ -283,7 +293,7 @@ def _plan_of_paper(
     marked = mark(rows, memory)
     recommended, reason = recommend(marked, memory, ranks)
     return Plan(
-        model=f"{count_text(params)} parameters",
+        model=f"{in_count(params)} parameters",
         numel=round(params),
         trainable=round(params),
         optimizers=("Adam",),

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from jsonargparse import ArgumentParser, Namespace, get_loader
@@ -21,6 +21,7 @@ from lightning_zero.planner.api import STRATEGIES, plan
 from lightning_zero.planner.report import Plan
 from lightning_zero.precision import DtypeName
 
+_NAME = "lightning-zero plan"
 _EXAMPLES = """\
 examples:
   the class Module of my.py, in this folder, on 4 nodes of 8 devices:
@@ -58,6 +59,8 @@ def run(arguments: Sequence[str]) -> int:
     words = [_with_dashes(word) for word in arguments]
     parser = _parser()
     options = parser.parse_args([*_from_files(words), *words])
+    if options.get("model") is None and options.params is None:
+        parser.error("give --model, --config with the settings of a run, or --params")
     planned = _plan(parser, options)
     print(planned.to_json() if options.json else planned)
     if options.plot is not None:
@@ -76,9 +79,29 @@ def _with_dashes(word: str) -> str:
     )
 
 
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="lightning-zero plan",
+class _Parser(ArgumentParser):
+    """A parser whose errors leave out a page of usage and its own bookkeeping."""
+
+    _NOISE = re.compile(
+        r"^ *(- )?(Does not validate against any of the Union subtypes|Subtypes: .*|Errors:|"
+        r"- Expected a <class 'NoneType'>|Expected a path but .*|Given value.*)$\n?",
+        re.MULTILINE,
+    )
+
+    def short(self, message: str) -> str:
+        """Leave only what a user can act on."""
+        return self._NOISE.sub("", message).strip().removeprefix("- ")
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Say what is wrong and where the arguments are listed, and exit with status 2."""
+        sys.stderr.write(f"{_NAME}: error: {self.short(message)}\n")
+        sys.stderr.write(f'"{_NAME} --help" lists the arguments and shows examples.\n')
+        raise SystemExit(2)
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog=_NAME,
         description="Say what each strategy would hold and send per rank, which fit, and which to "
         "take. Nothing is trained, and no GPU is needed.",
         epilog=_EXAMPLES,
@@ -122,7 +145,7 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _plan(parser: ArgumentParser, options: Namespace) -> Plan:
+def _plan(parser: _Parser, options: Namespace) -> Plan:
     settings = {name: options[name] for name in _OF_STRATEGY}
     policy = settings["auto_wrap_policy"]
     if "," in policy:
@@ -144,9 +167,14 @@ def _plan(parser: ArgumentParser, options: Namespace) -> Plan:
     )
 
 
-def _source(parser: ArgumentParser, options: Namespace) -> nn.Module | Callable[[], nn.Module]:
+def _source(parser: _Parser, options: Namespace) -> nn.Module | Callable[[], nn.Module]:
     def build() -> nn.Module:
-        module: nn.Module = parser.instantiate_classes(options).model
+        try:
+            # jsonargparse has renamed it and warns of the older name.
+            instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+            module: nn.Module = instantiate(options).model
+        except ValueError as error:  # so it reports what a constructor has raised
+            raise RuntimeError(parser.short(str(error))) from error
         return module
 
     build.__qualname__ = options.model.class_path

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_zero.engine.summary import in_bytes
 from lightning_zero.planner.advice import usable
 from lightning_zero.planner.report import KINDS
-from lightning_zero.planner.sizes import size_text
 
 if TYPE_CHECKING:
     from lightning_zero.planner.report import Plan
@@ -61,7 +61,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
             )
             bottoms = [sum(pair) for pair in zip(bottoms, heights, strict=True)]
     for place, row, top in zip(places, plan.rows, bottoms, strict=True):
-        text = size_text(row.total) + ("\ndoes not fit" if row.fits is False else "")
+        text = in_bytes(row.total) + ("\ndoes not fit" if row.fits is False else "")
         axes.annotate(
             text,
             (place, top),
@@ -111,13 +111,13 @@ def _mark_limit(axes: Any, plan: Plan, scale: float) -> None:
         return
     tallest = max(row.total for row in plan.rows) / scale
     if not _limit(plan, scale, tallest):
-        text = f"the device's {size_text(plan.device_memory)} are far above"
+        text = f"the device's {in_bytes(plan.device_memory)} are far above"
         axes.plot([], [], color=_LIMIT, linewidth=2, label=text)
         return
     device, may = plan.device_memory / scale, usable(plan.device_memory) / scale
-    axes.axhline(device, color=_LIMIT, linewidth=2, label=f"device: {size_text(device * scale)}")
+    axes.axhline(device, color=_LIMIT, linewidth=2, label=f"device: {in_bytes(device * scale)}")
     axes.axhline(
-        may, color=_LIMIT, linewidth=1.2, linestyle="--", label=f"usable: {size_text(may * scale)}"
+        may, color=_LIMIT, linewidth=1.2, linestyle="--", label=f"usable: {in_bytes(may * scale)}"
     )
 
 

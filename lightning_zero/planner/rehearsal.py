@@ -14,6 +14,7 @@ from torch import nn, optim
 
 from lightning_zero.engine.division import Division, defers_reductions, reductions_in_flight
 from lightning_zero.engine.kinds import OptimizerSharding, combining, needs_whole
+from lightning_zero.engine.layout import FlatLayout
 from lightning_zero.engine.ledger import Holdings
 from lightning_zero.engine.numerics import Numerics
 from lightning_zero.engine.optimizer import ShardedOptimizer
@@ -84,7 +85,7 @@ class Conditions:
         transport: How the ranks will talk.
         numerics: The dtypes.
         prefetch: As of ``ZeroStrategy``.
-        optimizer_sharding: As of ``ZeroStrategy``.
+        whole: The optimizers that step on whole parameters, by identity.
         reduce_every_backward: As of ``ZeroStrategy``.
         micro_batches: Backward passes per step.
     """
@@ -94,35 +95,47 @@ class Conditions:
     transport: Transport
     numerics: Numerics
     prefetch: bool
-    optimizer_sharding: OptimizerSharding
+    whole: frozenset[int]
     reduce_every_backward: bool
     micro_batches: int
 
 
-def rehearse(blueprint: Blueprint, division: Division, conditions: Conditions) -> Rehearsed:
-    """Run some steps and count; the module is as before afterwards.
+def whole_steppers(
+    optimizers: Iterable[optim.Optimizer], sharding: OptimizerSharding
+) -> frozenset[int]:
+    """Find the optimizers that step on whole parameters, by identity.
 
     Raises:
-        NotImplementedError: If an optimizer cannot be sharded.
+        NotImplementedError: If one cannot be sharded.
     """
-    rehearsal = _Rehearsal(blueprint, division, conditions)
+    found = [optimizer for optimizer in optimizers if needs_whole(optimizer, sharding)]
+    for optimizer in found:
+        if examine(optimizer).combines:
+            raise combining(optimizer)
+    return frozenset(map(id, found))
+
+
+def rehearse(blueprint: Blueprint, division: Division, conditions: Conditions) -> Rehearsed:
+    """Run some steps and count; the module is as before afterwards."""
+    rehearsal = _Rehearsal(blueprint, division, conditions, rank=0)
     try:
+        fullest = rehearsal.fullest_rank()
+        if fullest != 0:
+            rehearsal.end()
+            rehearsal = _Rehearsal(blueprint, division, conditions, fullest)
         return rehearsal.run()
     finally:
         rehearsal.end()
 
 
 class _Rehearsal:
-    def __init__(self, blueprint: Blueprint, division: Division, conditions: Conditions) -> None:
+    def __init__(
+        self, blueprint: Blueprint, division: Division, conditions: Conditions, rank: int
+    ) -> None:
         self._blueprint = blueprint
         self._division = division
         self._conditions = conditions
-        whole = conditions.optimizer_sharding
-        optimizers = [(o, needs_whole(o, whole)) for o in blueprint.optimizers]
-        for optimizer, is_whole in optimizers:
-            if is_whole and examine(optimizer).combines:
-                raise combining(optimizer)
-        self._talk = ImaginedCollectives(conditions.world_size, conditions.transport)
+        self._talk = ImaginedCollectives(rank, conditions.world_size, conditions.transport)
         with torch.no_grad():
             self._units = [
                 Unit(plan, index, division.placement, conditions.numerics, self._talk)
@@ -139,15 +152,29 @@ class _Rehearsal:
         self._reported = _in_order_of_backward(division.root, self._slots)
         self._sharded: list[ShardedOptimizer] = []
         self._owning: list[_Owning] = []
-        owners = Owners(conditions.world_size)
-        for optimizer, is_whole in optimizers:
-            if is_whole:
-                self._owning.append(_Owning(optimizer, owners, self._slots))
+        self._owners = Owners(conditions.world_size)
+        for optimizer in blueprint.optimizers:
+            if id(optimizer) in conditions.whole:
+                self._owning.append(_Owning(optimizer, self._owners, self._slots))
             else:
                 common = (optimizer, self._slots, self._schedule, self._finish_gradients)
                 self._sharded.append(ShardedOptimizer(*common, self._talk.ledger))
-        # The one that owns most; in all else the ranks are alike.
-        self._rank = owners.loads.index(max(owners.loads))
+
+    def fullest_rank(self) -> int:
+        """Find the rank with most optimizer state; in all else the ranks are alike."""
+        loads = torch.zeros(self._conditions.world_size, dtype=torch.int64)
+        states = self._blueprint.states
+        stepped = {slot for sharded in self._sharded for slot in sharded.slots()}
+        for unit in self._units:
+            widths = [
+                _state_width(states.get(id(slot.param), {}), slot) if slot in stepped else 0
+                for slot in unit.slots
+            ]
+            loads += _spread(unit.layout, widths)
+        for owning in self._owning:
+            for slot in owning.slots:
+                loads[self._owners.of(slot)] += _state_nbytes(states, slot)
+        return int(loads.argmax())
 
     def run(self) -> Rehearsed:
         traffic = self._talk.traffic
@@ -165,7 +192,8 @@ class _Rehearsal:
             sent=self._extrapolated(sent),
             units=len(self._units),
             largest=max((unit.working.flat_nbytes for unit in self._units), default=0),
-            checkpoint=sum(unit.master.nbytes for unit in self._units) + self._state_nbytes(),
+            checkpoint=sum(unit.master.nbytes for unit in self._units)
+            + self._talk.ledger.held.optimizer,
             whole_checkpoint=self._whole_nbytes(),
         )
 
@@ -245,8 +273,8 @@ class _Rehearsal:
         for owning in self._owning:
             self._finish_gradients()
             self._schedule.rest()
-            owning.borrow(self._rank, self._talk)
-            owning.noted_state(self._blueprint.states, self._rank, self._talk)
+            owning.borrow(self._talk)
+            owning.noted_state(self._blueprint.states, self._talk)
             self._schedule.changed({slot.unit for slot in owning.slots})
 
     def _finish_gradients(self) -> None:
@@ -254,19 +282,10 @@ class _Rehearsal:
         for unit in self._units:
             unit.widen_grads()
 
-    # Sizes
-
-    def _state_nbytes(self) -> int:
-        return self._talk.ledger.held.optimizer
-
     def _whole_nbytes(self) -> int:
         masters = sum(slot.numel * slot.shard.element_size() for slot in self._slots.values())
-        states = sum(
-            piece.numel * slot.state_dtype(piece.dtype).itemsize
-            for key, slot in self._slots.items()
-            for piece in self._blueprint.states.get(key, {}).values()
-        )
-        return masters + states
+        states = self._blueprint.states
+        return masters + sum(_state_nbytes(states, slot) for slot in self._slots.values())
 
 
 class _Owning:
@@ -294,24 +313,20 @@ class _Owning:
     def holdings(self) -> Holdings:
         return Holdings(optimizer=self._state)
 
-    def noted_state(self, states: dict[int, Pieces], rank: int, talk: ImaginedCollectives) -> None:
-        """Let the ledger know of the state that a rank keeps."""
-        self._state = sum(
-            piece.numel * slot.state_dtype(piece.dtype).itemsize
-            for slot in self._mine(rank)
-            for piece in states.get(id(slot.param), {}).values()
-        )
+    def noted_state(self, states: dict[int, Pieces], talk: ImaginedCollectives) -> None:
+        """Let the ledger know of the state that this rank keeps."""
+        self._state = sum(_state_nbytes(states, slot) for slot in self._mine(talk.rank))
         talk.ledger.note(self)
 
-    def borrow(self, rank: int, talk: ImaginedCollectives) -> None:
+    def borrow(self, talk: ImaginedCollectives) -> None:
         """Count what ``Loan.take`` and ``Loan.give_back`` send and hold."""
-        mine = set(self._mine(rank))
+        mine = set(self._mine(talk.rank))
         whole = sent = received = returned = 0
         for slot in self.slots:
             size = slot.shard.element_size()
             nbytes = slot.numel * size
             layout = slot.unit.layout
-            part = size * layout.slice_of(self._indices[slot], rank).numel
+            part = size * layout.slice_of(self._indices[slot], talk.rank).numel
             times = 1 if slot.unit.master_is_whole else 2
             if slot in mine:
                 whole += times * nbytes
@@ -324,6 +339,37 @@ class _Owning:
 
     def _mine(self, rank: int) -> Iterable[ParameterSlot]:
         return (slot for slot in self.slots if self._owners.of(slot) == rank)
+
+
+def _state_nbytes(states: dict[int, Pieces], slot: ParameterSlot) -> int:
+    pieces = states.get(id(slot.param), {}).values()
+    return sum(piece.numel * slot.state_dtype(piece.dtype).itemsize for piece in pieces)
+
+
+def _state_width(pieces: Pieces, slot: ParameterSlot) -> int:
+    """Count the bytes of state per element."""
+    return sum(slot.state_dtype(p.dtype).itemsize for p in pieces.values() if p.shaped)
+
+
+def _spread(layout: FlatLayout, widths: Sequence[int]) -> torch.Tensor:
+    """Say how many bytes lie in the shard of each rank.
+
+    Args:
+        layout: Where the parameters lie.
+        widths: Bytes per element, of each parameter.
+
+    Returns:
+        Shape ``(N,)``, int64.
+    """
+    offsets, numels, each = (
+        torch.tensor(values, dtype=torch.int64)
+        for values in (layout.offsets, layout.numels, widths)
+    )
+    before = (numels * each).cumsum(0) - numels * each
+    edges = torch.arange(layout.world_size + 1) * layout.shard_numel
+    last = torch.searchsorted(offsets, edges, right=True) - 1
+    inside = torch.minimum(edges - offsets[last], numels[last])
+    return (before[last] + inside * each[last]).diff()
 
 
 def _sharded_state(pieces: Pieces, slot: ParameterSlot) -> dict[str, torch.Tensor]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.planner.sizes import count_text, size_text
+from lightning_zero.engine.summary import in_bytes, in_count
 
 RESERVE = 0.1
 """Share of a device that is left aside: for the driver's context, the workspaces of libraries, the
@@ -145,9 +146,9 @@ class Plan:
         return "\n".join([*self._head(), "", *self._table(), "", *notes, self._verdict()])
 
     def _head(self) -> list[str]:
-        numel = f"{count_text(self.numel)} parameters"
+        numel = f"{in_count(self.numel)} parameters"
         if self.trainable != self.numel:
-            numel += f", {count_text(self.trainable)} of them trained"
+            numel += f", {in_count(self.trainable)} of them trained"
         nodes = f"{self.num_nodes} x {self.devices}" if self.num_nodes > 1 else self.devices
         of = ", ".join(dict.fromkeys(self.optimizers)) or "no optimizer"
         return [
@@ -156,34 +157,33 @@ class Plan:
         ]
 
     def _table(self) -> list[str]:
-        rows = [["", *(row.strategy for row in self.rows), ""]]
-        for kind, (name, meaning) in KINDS.items():
-            values = [getattr(row, kind) for row in self.rows]
-            if any(values):
-                rows.append([name, *map(_cell, values), meaning])
-        ruler = len(rows)
-        rows.append(["total", *(size_text(row.total) for row in self.rows), ""])
-        if self.device_memory is not None:
-            words = {True: "yes", False: "NO", None: "?"}
-            meaning = f"of {size_text(self.device_memory)} a tenth is left aside"
-            rows.append(["fits", *(words[row.fits] for row in self.rows), meaning])
-        rows += [
-            ["sent per step", *(_cell(row.sent) for row in self.rows), "from one rank to others"],
-            [
-                "full checkpoint",
-                *(_cell(row.full_checkpoint) for row in self.rows),
-                "one file, with optimizer state",
-            ],
-            [
-                "sharded one",
-                *(_cell(row.sharded_checkpoint) for row in self.rows),
-                "what each rank writes of it",
-            ],
-        ]
+        head = ["", *(row.strategy for row in self.rows), ""]
+        held, rest = self._lines(KINDS), [self._total(), *self._fits(), *self._lines(_FACTS)]
+        rows = [head, *held, *rest]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [_line(row, widths) for row in rows]
         rule = "-" * (sum(widths[:-1]) + 2 * len(widths) - 4)
+        ruler = len(held) + 1
         return [lines[0], rule, *lines[1:ruler], rule, *lines[ruler:]]
+
+    def _lines(self, facts: Mapping[str, tuple[str, str]]) -> list[list[str]]:
+        lines = []
+        for attribute, (name, meaning) in facts.items():
+            values = [getattr(row, attribute) for row in self.rows]
+            if any(values):
+                lines.append([name, *map(_cell, values), meaning])
+        return lines
+
+    def _total(self) -> list[str]:
+        return ["total", *(in_bytes(row.total) for row in self.rows), ""]
+
+    def _fits(self) -> list[list[str]]:
+        if self.device_memory is None:
+            return []
+        meaning = f"of {in_bytes(self.device_memory)} a tenth is left aside"
+        if all(row.activations is None for row in self.rows):
+            meaning += "; activations come on top"
+        return [["fits", *("yes" if row.fits else "NO" for row in self.rows), meaning]]
 
     def _verdict(self) -> str:
         if self.recommended is None:
@@ -202,9 +202,16 @@ KINDS = {
 }
 """The kinds of memory in a row, each with its name and what it is."""
 
+_FACTS = {
+    "sent": ("sent per step", "from one rank to the others"),
+    "full_checkpoint": ("full checkpoint", "one file, with optimizer state"),
+    "sharded_checkpoint": ("sharded one", "what each rank writes of it"),
+    "largest_unit": ("largest unit", "weights that are gathered, or reduced, at once"),
+}
+
 
 def _cell(nbytes: int | None) -> str:
-    return "-" if not nbytes else size_text(nbytes)
+    return "-" if not nbytes else in_bytes(nbytes)
 
 
 def _line(row: list[str], widths: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""Bytes as people write and read them."""
+"""Bytes as people write them."""
 
 from __future__ import annotations
 
@@ -27,21 +27,3 @@ def parse_size(value: str | float) -> int:
     if not value > 0 or value == float("inf"):
         raise ValueError(f"{value!r} is not a size: it has to be more than 0 bytes.")
     return int(value)
-
-
-def size_text(nbytes: float) -> str:
-    """Write a number of bytes with three digits, in powers of 1000."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= 0.9995 * size:
-            value = nbytes / size
-            digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-            return f"{value:.{digits}f} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def count_text(number: float) -> str:
-    """Write a number of parameters with three digits."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.0f}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn, optim
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.engine.probe import copy_of, undisturbed
 
@@ -48,25 +49,54 @@ def pieces_of(optimizer: optim.Optimizer) -> tuple[dict[int, Pieces], str | None
         The pieces of each trainable parameter, by its identity; and a remark if they are not
         exact, because the step needs values and so was made on tiny parameters instead.
     """
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    with undisturbed(), torch.no_grad():
-        with suppress(Exception):  # whatever code of others may raise
-            return _on_meta(optimizer, params), None
+    with undisturbed(), torch.no_grad(), _one_of_each(optimizer) as alike:
         name = type(optimizer).__name__
+        note: str | None = None
         try:
-            return _on_tiny(optimizer), (
+            found = _on_meta(optimizer)
+        except Exception:  # whatever code of others may raise
+            try:
+                found = _on_tiny(optimizer)
+            except Exception as error:
+                return {}, (
+                    f"The state of {name} is left out: it could not be tried, neither without "
+                    f"values nor on tiny parameters ({type(error).__name__}: {error})."
+                )
+            note = (
                 f"The state of {name} was found by trying it on tiny parameters, since its step "
                 "needs values."
             )
-        except Exception as error:
-            return {}, (
-                f"The state of {name} is left out: it could not be tried, neither without values "
-                f"nor on tiny parameters ({type(error).__name__}: {error})."
-            )
+        return {id(p): found[first] for first, params in alike.items() for p in params}, note
 
 
-def _on_meta(optimizer: optim.Optimizer, params: Sequence[nn.Parameter]) -> dict[int, Pieces]:
+@contextmanager
+def _one_of_each(
+    optimizer: optim.Optimizer,
+) -> Generator[dict[int, list[nn.Parameter]], None, None]:
+    """Leave one trainable parameter of each group, shape and dtype in the groups for a while.
+
+    Yields:
+        The parameters that each stands for, by its identity.
+    """
+    before = [(group, group["params"]) for group in optimizer.param_groups]
+    alike: dict[int, list[nn.Parameter]] = {}
+    for group, params in before:
+        kinds: dict[tuple[Any, ...], list[nn.Parameter]] = {}
+        for param in params:
+            if param.requires_grad:
+                kinds.setdefault((tuple(param.shape), param.dtype), []).append(param)
+        group["params"] = [same[0] for same in kinds.values()]
+        alike.update({id(same[0]): same for same in kinds.values()})
+    try:
+        yield alike
+    finally:
+        for group, params in before:
+            group["params"] = params
+
+
+def _on_meta(optimizer: optim.Optimizer) -> dict[int, Pieces]:
     before = [dict(group) for group in optimizer.param_groups]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     try:
         for group in optimizer.param_groups:
             if group.get("fused"):
@@ -84,23 +114,21 @@ def _on_meta(optimizer: optim.Optimizer, params: Sequence[nn.Parameter]) -> dict
 
 
 def _on_tiny(optimizer: optim.Optimizer) -> dict[int, Pieces]:
-    tiny: dict[int, nn.Parameter] = {}
+    tiny: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     groups = []
     for group in optimizer.param_groups:
         copies = []
         for param in group["params"]:
             copy = nn.Parameter(torch.ones(_tiny(param.shape), dtype=param.dtype))
+            copy.grad = torch.ones_like(copy)
+            tiny[id(param)] = copy, param
             copies.append(copy)
-            if param.requires_grad:
-                tiny[id(param)] = copy
-                copy.grad = torch.ones_like(copy)
         groups.append({**group, "params": copies})
-    originals = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     copied, step = copy_of(optimizer, groups)
     step()
     return {
-        key: _pieces(copied.state.get(copy, {}), copy.shape, originals[key].shape)
-        for key, copy in tiny.items()
+        key: _pieces(copied.state.get(copy, {}), copy.shape, param.shape)
+        for key, (copy, param) in tiny.items()
     }
 
 
@@ -113,9 +141,11 @@ def _pieces(state: Mapping[str, Any], tried: torch.Size, real: torch.Size) -> Pi
     """Describe the state of a parameter of shape ``real`` that was tried at another shape."""
     found = {}
     for key, value in state.items():
-        if isinstance(value, Tensor):
-            shaped = value.shape == tried and bool(tried)
-            found[key] = Piece(_scaled(value.shape, tried, real), value.dtype, shaped)
+        for number, leaf in enumerate(tree_leaves(value)):
+            if isinstance(leaf, Tensor):
+                shaped = leaf.shape == tried and bool(tried)
+                name = f"{key}/{number}" if number else str(key)
+                found[name] = Piece(_scaled(leaf.shape, tried, real), leaf.dtype, shaped)
     return found
 
 

@@ -53,15 +53,16 @@ class _Imagined(Pending):
 
 
 class ImaginedCollectives(Collectives):
-    """Takes part, as rank 0, in collectives on the meta device.
+    """Takes part in collectives on the meta device.
 
     Args:
+        rank: As which rank.
         world_size: Number of ranks, N.
         transport: What they would keep in memory.
     """
 
-    def __init__(self, world_size: int, transport: Transport) -> None:
-        super().__init__(0, world_size, torch.device("meta"))
+    def __init__(self, rank: int, world_size: int, transport: Transport) -> None:
+        super().__init__(rank, world_size, torch.device("meta"))
         self.fills_late = transport.fills_late and world_size > 1
         self._transport = transport
         self._lent = 0
