@@ -28,17 +28,17 @@ __all__ = [
 
 
 def _is_command(words: list[str]) -> bool:
-    """Whether the interpreter was started to convert or inspect, and so needs no strategy.
+    """Whether the interpreter was started to convert, inspect or help, and so needs no strategy.
 
     Registering needs Lightning, whose import takes 150 MB and some seconds, more than a conversion
-    does. A wrong no costs only that; in these two commands nothing asks for a strategy by name, and
+    does. A wrong no costs only that; in these commands nothing asks for a strategy by name, and
     the classes below load on demand.
     """
     for place, word in enumerate(words[:-1]):
         script = place == 1 and Path(word).name == "lightning-zero"
         module = word == "lightning_zero" and words[place - 1] == "-m"
         if script or module:
-            return words[place + 1] in ("convert", "inspect")
+            return words[place + 1] in ("convert", "inspect", "-h", "--help")
     return False
 
 

@@ -279,6 +279,12 @@ class ZeroStrategy(DDPStrategy):
         assert self.model is not None
         self._failed = False
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._takes_io and self._checkpoints.sharded:
+            raise ValueError(
+                f"{type(self.checkpoint_io).__name__} writes files and state_dict_type='sharded' "
+                "folders, so it would never be asked: leave it out, or use "
+                "state_dict_type='full'. In the background folders are written by async_save=True."
+            )
         self.accelerator.setup(trainer)
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)

@@ -275,4 +275,4 @@ def load(path: Path) -> Any:
 
 def no_leftovers(folder: Path) -> bool:
     """Whether no temporary file is in a folder."""
-    return not [path for path in folder.iterdir() if ".tmp" in path.name or ".old" in path.name]
+    return not [path for path in folder.iterdir() if path.name.startswith(".unfinished-")]

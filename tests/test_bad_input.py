@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator, MPSAccelerator
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from modules import (
     FEATURES,
     STAGES,
@@ -215,6 +216,17 @@ def test_an_optimizer_that_holds_a_foreign_parameter_is_refused(name: str, world
     words = ("AdamW", "number 0 of param group 1", "(2, 5)", "LightningModule")
     assert_refused(
         lambda: Configured(build), lambda: name, ValueError, *words, world_size=world_size
+    )
+
+
+def test_a_checkpoint_io_that_would_never_write_is_refused() -> None:
+    assert_refused(
+        Perceptron,
+        partial(ZeroStrategy, state_dict_type="sharded", checkpoint_io=AsyncCheckpointIO()),
+        ValueError,
+        "AsyncCheckpointIO",
+        "state_dict_type='full'",
+        "async_save=True",
     )
 
 

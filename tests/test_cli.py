@@ -38,9 +38,10 @@ class Module(BoringModel):
     Args:
         rate: The learning rate.
         fails: Whether the constructor has an error of its own.
+        width: Not used.
     """
 
-    def __init__(self, rate: float = 0.1, fails: bool = False) -> None:
+    def __init__(self, rate: float = 0.1, fails: bool = False, width: int = 32) -> None:
         super().__init__()
         self.rate = rate
         if fails:
@@ -54,7 +55,8 @@ class Needy(BoringModel):
         super().__init__()
 
 class Data(BoringDataModule):
-    pass
+    def __init__(self, batch_size: int = 1) -> None:
+        super().__init__()
 
 def every(module, recurse, nonwrapped_numel):
     return True
@@ -117,17 +119,39 @@ def test_help_names_every_command_and_its_examples_work(
         assert re.search(rf"^    {name}  +\w+", page, re.MULTILINE), name
     assert max(map(len, page.splitlines())) <= 100
 
-    (folder / "my.py").write_text(OWN)
     examples = re.findall(r"^    lightning-zero (fit .*)", page, re.MULTILINE)
     assert len(examples) >= 4
-    for example in examples:
-        words = [word for word in shlex.split(example) if word != ">"]
-        written = words.pop() if "--print_config" in words else None
+    check_commands(folder, capfd, examples)
+
+
+def test_what_the_page_about_commands_shows_is_accepted(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "cli.md").read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    commands = re.findall(r"^lightning-zero (fit .*)", "".join(blocks).replace("\\\n", ""), re.M)
+    assert len(commands) >= 4
+    check_commands(folder, capfd, commands)
+    (block,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (folder / "page.yaml").write_text(block)
+    check_commands(folder, capfd, ["fit --config page.yaml --print_config > all.yaml"])
+    everything = yaml.safe_load((folder / "all.yaml").read_text())
+    assert everything["trainer"]["strategy"]["init_args"]["auto_wrap_policy"] == ["my.Block"]
+    (command,) = re.findall(r"^\$ lightning-zero (.*)", page, re.MULTILINE)
+    shown = page.partition("lightning-zero: error: ")[2].partition("```")[0]
+    assert refusal(capfd, *shlex.split(command)).startswith(shown)
+
+
+def check_commands(folder: Path, capfd: pytest.CaptureFixture[str], commands: list[str]) -> None:
+    """Parse commands, without training; write what they redirect into a file."""
+    (folder / "my.py").write_text(OWN)
+    for text in commands:
+        words, _, file = text.partition(" > ")
         capfd.readouterr()
-        body = [*words] if written else [*words, "--print_config"]
-        assert _exit_of(body) == 0
-        if written:
-            (folder / written).write_text(capfd.readouterr().out)
+        wanted = shlex.split(words) if file else [*shlex.split(words), "--print_config"]
+        assert _exit_of(wanted) == 0, text
+        if file:
+            (folder / file).write_text(capfd.readouterr().out)
 
 
 def _exit_of(words: list[str]) -> Any:

@@ -13,6 +13,7 @@ from torchmetrics import MeanMetric
 
 from lightning_zero.checkpoint.lazy import LazyTensor, read_left
 from lightning_zero.checkpoint.load import load_lazily
+from lightning_zero.checkpoint.places import place_of
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def lazy(tmp_path: Path) -> LazyTensor:
     """Open a file with one weight, the numbers from 0 to 11."""
     path = tmp_path / "weights.ckpt"
     torch.save({"state_dict": {"w": torch.arange(12.0).view(3, 4)}, "epoch": 0}, path)
-    checkpoint, _ = load_lazily(path, trust=False)
+    checkpoint, _ = load_lazily(place_of(path), trust=False)
     tensor = checkpoint["state_dict"]["w"]
     assert isinstance(tensor, LazyTensor)
     return tensor
@@ -67,7 +68,7 @@ def test_a_module_that_takes_it_as_it_is_gets_an_ordinary_one(tmp_path: Path) ->
     again = MeanMetric()
     again.persistent(True)
     target = nn.ModuleList([again])
-    target.load_state_dict(load_lazily(path, trust=False)[0]["state_dict"])
+    target.load_state_dict(load_lazily(place_of(path), trust=False)[0]["state_dict"])
     read_left(target)
     again.update(9.0)
     assert again.compute() == 6

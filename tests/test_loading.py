@@ -26,6 +26,7 @@ import lightning_zero
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.agreement import together
 from lightning_zero.checkpoint.pickles import read_metadata
+from lightning_zero.checkpoint.places import place_of
 from ranks import expect_failures, run_ranks
 
 KINDS = ("full", "sharded")
@@ -571,7 +572,7 @@ def test_damage_that_only_the_reading_rank_meets_is_reported_by_all(
     copied: Callable[[str], Path],
 ) -> None:
     path = copied("sharded")
-    places = read_metadata(path / ".metadata").storage_data
+    places = read_metadata(place_of(path / ".metadata")).storage_data
     part = max(
         (p for p in places if p.fqn.endswith("model.embedding.weight")), key=lambda p: p.offset
     )

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +15,10 @@ from typing import Any
 
 import torch
 
+from lightning_zero.checkpoint import folder
 from lightning_zero.checkpoint.entries import TensorEntry, View, entries
 from lightning_zero.checkpoint.formats import open_checkpoint
+from lightning_zero.checkpoint.mappings import odd_mappings
 from lightning_zero.checkpoint.optimizers import by_name, by_number
 from lightning_zero.checkpoint.read_sharded import FORMAT, RECORD
 from lightning_zero.checkpoint.write_file import Advance, write_archive, write_safetensors
@@ -115,7 +116,7 @@ def convert(
         FileExistsError: If the destination exists, without ``force``.
     """
     began = time.perf_counter()
-    source, destination = Path(source), Path(destination)
+    destination = Path(destination)
     target = _target(destination, to)
     _check(target, weights_only, prefix, strip, max_shard_size, layout)
     job = _Job(
@@ -203,13 +204,13 @@ class _Job:
         optimizers = [] if self.weights_only else self.view.optimizers
         for number, optimizer in enumerate(optimizers):
             state[f"optimizer_{number}"] = by_name(optimizer, self.weights, where)
-        record = {**self.view.record, "format": FORMAT}
+        record = {**self.view.record, "format": FORMAT, "mappings": odd_mappings(state)}
         meta = {**_rest(self.view, self.weights_only), RECORD: record}
         self.tree = [state, meta]
         with self._file(self.destination) as temporary:
             temporary.mkdir()
             write_sharded(state, meta, temporary, advance)
-            _sync_folder(temporary)
+            folder.sync(temporary)
             view = open_checkpoint(temporary, self.trust)
             written = [{key: view.weights}, *view.optimizers]
             self._compare(written, [{key: state[key]}, *(state[k] for k in state if k != key)])
@@ -272,20 +273,13 @@ class _Job:
     def _file(self, path: Path) -> Iterator[Path]:
         """Name a temporary sibling, and put it in the place of ``path`` once it is written."""
         self._check_free(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp{path.suffix}")
-        aside = path.with_name(f".{path.name}.{os.getpid()}.old")
+        temporary = folder.begin(path)
         try:
             yield temporary
-            if path.is_dir():
-                path.rename(aside)
-            temporary.replace(path)
-            _sync_folder(path.parent)
-        finally:
-            _remove(temporary)
-            if aside.exists() and not path.exists():
-                aside.rename(path)
-            _remove(aside)
+            folder.put(temporary, path)
+        except BaseException:
+            folder.discard(temporary)
+            raise
 
     def _verify(self, path: Path, tree: Any) -> None:
         """Read back what was written, and compare it with what should be there."""
@@ -324,7 +318,7 @@ def full_checkpoint(view: View, weights: dict[str, Any], weights_only: bool) -> 
     checkpoint = {**_rest(view, weights_only), "state_dict": weights}
     if weights_only or not view.optimizers:
         return checkpoint
-    states = [by_number(optimizer, str(view.path)) for optimizer in view.optimizers]
+    states = [by_number(optimizer) for optimizer in view.optimizers]
     return {"lr_schedulers": [], **checkpoint, "optimizer_states": states}
 
 
@@ -428,18 +422,3 @@ def _progress(wanted: bool, job: _Job) -> Iterator[Callable[[int], object]]:
 def _sync(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

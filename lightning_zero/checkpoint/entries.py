@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from lightning_zero.checkpoint.places import Place
 
 BLOCK = 8 * 2**20
 """Bytes that are in memory at a time while a tensor streams. A multiple of every element size."""
@@ -25,7 +25,7 @@ BLOCK = 8 * 2**20
 class Segment(NamedTuple):
     """A contiguous range of bytes in a file."""
 
-    file: str
+    file: Place
     start: int
     nbytes: int
 
@@ -135,7 +135,7 @@ class View:
         broken: Why values that are neither weights nor tensors could not be read.
     """
 
-    path: Path
+    path: Place
     format: str
     weights: dict[str, Any]
     optimizers: list[dict[str, Any]] = field(default_factory=list)
@@ -232,23 +232,32 @@ def _read_blocks(segments: Sequence[Segment], where: str) -> Iterator[memoryview
 
 
 def _read_into(segment: Segment, start: int, out: memoryview, where: str) -> None:
-    try:
-        handle = os.open(segment.file, os.O_RDONLY)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{segment.file} is missing, which holds {where}: copy the whole checkpoint, or take "
-            "an older one"
-        ) from error
-    try:
+    with open_holding(segment.file, where) as file:
+        file.seek(segment.start + start)
         done = 0
         while done < len(out):
-            n = os.preadv(handle, [out[done:]], segment.start + start + done)
-            if n == 0:
+            n = file.readinto(out[done:])
+            if not n:
                 raise ValueError(
                     f"{segment.file} is truncated: {where} should reach to byte "
                     f"{segment.start + segment.nbytes}, but the file ends before. Copy it again, "
                     "or take an older checkpoint"
                 )
             done += n
-    finally:
-        os.close(handle)
+
+
+def open_holding(file: Place, where: str) -> Any:
+    """Open a file that holds ``where``.
+
+    Raises:
+        FileNotFoundError: If it is not there any more.
+    """
+    try:
+        return file.open()
+    except FileNotFoundError as error:
+        if error.errno is None:  # it says more
+            raise
+        raise FileNotFoundError(
+            f"{file} is missing, which holds {where}: copy the files of all ranks, or take an "
+            "older checkpoint"
+        ) from error

@@ -18,6 +18,7 @@ from lightning_zero.checkpoint.read_sharded import META_FILE, METADATA_FILE
 
 _PREFIX = ".unfinished-"
 _OLD = "-:replaced:-"
+_RENAMING = 5.0  # seconds that two renames in a row may take
 _STALE = 3600  # seconds without a write after which a save counts as abandoned
 _TOKEN = secrets.token_hex(4)  # a restarted container may give this process an old one's number
 
@@ -43,6 +44,8 @@ def begin(path: Path) -> Path:
 def put(unfinished: Path, path: Path) -> None:
     """Put what was written, and is synced, into its place; delete what was there.
 
+    Files of others that somebody has put into a replaced folder stay in it.
+
     Links are replaced and not followed. Where the system can swap two names (Linux), one of the two
     is there at any moment; elsewhere ``recover`` mends what a kill leaves.
     """
@@ -54,15 +57,28 @@ def put(unfinished: Path, path: Path) -> None:
         os.replace(unfinished, path)
     elif _exchange(unfinished, path):
         sync(path.parent)
-        _delete(unfinished)
+        _finish_with(unfinished, path)
     else:
         old = path.parent / f"{_PREFIX}{_owner()}{_OLD}{path.name}"
         _delete(old)
         path.rename(old)
-        unfinished.rename(path)
+        try:
+            unfinished.rename(path)
+        except BaseException:
+            old.rename(path)
+            raise
         sync(path.parent)
-        _delete(old)
+        _finish_with(old, path)
     sync(path.parent)
+
+
+def _finish_with(old: Path, path: Path) -> None:
+    """Delete what was replaced, but for what somebody else has put into its folder."""
+    if old.is_dir() and path.is_dir():
+        for name in filter(_is_foreign, os.listdir(old)):
+            if not os.path.lexists(path / name):
+                (old / name).rename(path / name)
+    _delete(old)
 
 
 def remove(path: Path) -> None:
@@ -99,12 +115,22 @@ def clean(parent: Path) -> None:
 
 def recover(path: Path) -> None:
     """Put a checkpoint back that was aside when the save that was to replace it was killed."""
-    if os.path.lexists(path):
-        return
-    for old in path.parent.glob(f"{_PREFIX}*{_OLD}{glob.escape(path.name)}"):
-        if _is_abandoned(old):
-            with suppress(FileNotFoundError):  # another rank was faster
-                old.rename(path)
+    aside = f"{_PREFIX}*{_OLD}{glob.escape(path.name)}"
+    deadline = time.monotonic() + _RENAMING
+    while not os.path.lexists(path):
+        left = list(path.parent.glob(aside))
+        if not left:
+            return
+        # A host whose processes cannot be seen puts the new one there at once, unless it is dead.
+        late = time.monotonic() > deadline
+        for old in left:
+            if late or _is_abandoned(old):
+                with suppress(OSError):  # another rank was faster
+                    old.rename(path)
+                    return
+        if late:
+            return
+        time.sleep(0.05)
 
 
 def sync(path: Path) -> None:
@@ -117,17 +143,27 @@ def sync(path: Path) -> None:
 
 
 def _owner() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}-{_TOKEN}"
+    return f"{_host()}-{os.getpid()}-{_TOKEN}"
+
+
+def _host() -> str:
+    """Name what numbers processes: a host, or one of the containers that share its name."""
+    with suppress(OSError):
+        return f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
+    return socket.gethostname()
 
 
 def _is_replaceable(folder: Path) -> bool:
-    files = {METADATA_FILE, META_FILE}
     names = os.listdir(folder)
-    return not names or any(name in files or name.endswith(".distcp") for name in names)
+    return not names or not all(map(_is_foreign, names))
+
+
+def _is_foreign(name: str) -> bool:
+    return name not in (METADATA_FILE, META_FILE) and not name.endswith(".distcp")
 
 
 def _is_abandoned(path: Path) -> bool:
-    pattern = re.escape(f"{_PREFIX}{socket.gethostname()}-") + rf"(\d+)-(\w{{{len(_TOKEN)}}})-"
+    pattern = re.escape(f"{_PREFIX}{_host()}-") + rf"(\d+)-(\w{{{len(_TOKEN)}}})-"
     found = re.match(pattern, path.name)
     if found is not None:
         number, token = int(found[1]), found[2]

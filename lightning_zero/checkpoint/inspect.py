@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_zero.checkpoint.entries import TensorEntry, View, entries
 from lightning_zero.checkpoint.formats import open_checkpoint
+from lightning_zero.checkpoint.places import Place
 
 _FORMATS = {
     "sharded": "sharded folder (torch.distributed.checkpoint)",
@@ -142,7 +143,7 @@ def _problems(view: View) -> list[str]:
     if view.format in ("sharded", "deepspeed"):
         problems += [f"missing {what}" for what in view.missing]
     problems += [str(error) for error in view.broken]
-    sizes: dict[str, int] = {}
+    sizes: dict[Place, int] = {}
     for entry in entries([view.weights, view.optimizers, view.rest]).values():
         try:
             segments = entry.locate() or []
@@ -152,7 +153,7 @@ def _problems(view: View) -> list[str]:
         for segment in segments:
             if segment.file not in sizes:
                 with contextlib.suppress(FileNotFoundError):
-                    sizes[segment.file] = Path(segment.file).stat().st_size
+                    sizes[segment.file] = segment.file.nbytes()
             if sizes.get(segment.file, -1) < segment.start + segment.nbytes:
                 problems.append(f"{segment.file} is missing or truncated: {entry.where}")
     return list(dict.fromkeys(problems))

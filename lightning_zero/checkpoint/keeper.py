@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -17,12 +16,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.agreement import together
+from lightning_zero.checkpoint.agreement import together, told_by_first
 from lightning_zero.checkpoint.folder import recover, remove, unfinished_saves
 from lightning_zero.checkpoint.full import module_state, optimizer_state
 from lightning_zero.checkpoint.lazy import read_left
 from lightning_zero.checkpoint.load import load_lazily, skipping
 from lightning_zero.checkpoint.optimizers import reordered
+from lightning_zero.checkpoint.places import Place, place_of
 from lightning_zero.checkpoint.read_sharded import FORMAT, RECORD
 from lightning_zero.checkpoint.rng import rng_state, set_rng_state
 from lightning_zero.checkpoint.saver import ShardedSaver
@@ -61,7 +61,6 @@ class Checkpoints:
         self._timeout = timeout
         self._path = ""
         self._names: list[list[list[str]] | None] = []
-        self._copy: Any = None  # of a folder from another host; it goes with this object
         self._rng: dict[str, Any] | None = None
         self._rng_in_epoch: dict[str, Any] | None = None
 
@@ -79,7 +78,7 @@ class Checkpoints:
     def add_record(
         self, checkpoint: dict[str, Any], engine: ZeroEngine | None, module: nn.Module
     ) -> None:
-        """Note in a checkpoint who writes it, and unless it is of weights only, random states."""
+        """Note in a checkpoint who writes it, and the random states if it is of a run to resume."""
         from lightning_zero import __version__
 
         if engine is None:
@@ -165,38 +164,28 @@ class Checkpoints:
         """
         self._path, self._names = str(path), []
         with self._errors("opening it"):
-            local = self._fetched(path, plugin is not None)
-            if local is not None:
-                recover(local)
-            if plugin is None and local is not None and not local.exists():
-                raise FileNotFoundError(f"There is no checkpoint {path}.")
-            if local is not None and (plugin is None or local.is_dir()):
-                _warn_of_unfinished(local)
-                checkpoint, self._names = load_lazily(local, trust)
+            place = _found(path, plugin is not None)
+            if place is not None:
+                checkpoint, self._names = load_lazily(place, trust)
             else:
                 load = plugin or functools.partial(
                     _load, map_location="cpu", weights_only=not trust
                 )
                 checkpoint = load(path)
             self._take_record(checkpoint)
+        self._compare_with_first(checkpoint)
         return checkpoint
 
-    def _fetched(self, path: Any, has_plugin: bool) -> Path | None:
-        """Return where a checkpoint is on this host; None for a file that is on another."""
-        try:
-            system = get_filesystem(path)
-        except (ValueError, ImportError):
-            if has_plugin or str(path).startswith("http"):
-                return None  # what only the plugin, or torch.hub, understands
-            raise
-        if {"file", "local"} & set(_listed(system.protocol)):
-            return Path(system._strip_protocol(str(path)))
-        if str(path).startswith("http") or not system.isdir(str(path)):
-            return None
-        self._copy = tempfile.TemporaryDirectory(prefix="lightning_zero-")
-        local = Path(self._copy.name) / "checkpoint"
-        system.get(str(path).rstrip("/"), str(local), recursive=True)
-        return local
+    def _compare_with_first(self, checkpoint: Mapping[str, Any]) -> None:
+        """Make sure that no rank has opened what replaced the checkpoint of another."""
+        mine = f"step {checkpoint.get('global_step')} of epoch {checkpoint.get('epoch')}"
+        first = told_by_first(mine, f"loading {self._path}", self._timeout)
+        with self._errors("comparing it"):
+            if mine != first:
+                raise ValueError(
+                    f"rank 0 has opened {first} and another rank {mine}: it was replaced "
+                    "meanwhile, or the nodes have different files there. Load it again"
+                )
 
     def load_module_state(
         self,
@@ -295,8 +284,29 @@ def _ends_in_epoch(checkpoint: Mapping[str, Any]) -> bool:
     return not progress.get("is_last_batch", True)
 
 
-def _listed(value: Any) -> Sequence[str]:
-    return [value] if isinstance(value, str) else value
+def _found(path: Any, has_plugin: bool) -> Place | None:
+    """Hold a checkpoint that is to be read here; None for what only others understand."""
+    if str(path).startswith("http"):  # Lightning lets torch.hub fetch it
+        return None
+    try:
+        local = _place(path)
+    except (ValueError, ImportError):
+        if has_plugin:
+            return None
+        raise
+    if isinstance(local, Path):
+        recover(local)
+    try:
+        place = place_of(local)
+    except FileNotFoundError:
+        if has_plugin:
+            return None
+        raise FileNotFoundError(f"There is no checkpoint {path}.") from None
+    if has_plugin and not place.is_dir():
+        return None
+    if isinstance(local, Path):
+        _warn_of_unfinished(local)
+    return place
 
 
 def _warn_of_unfinished(path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -13,6 +12,7 @@ from lightning_zero.checkpoint.entries import TensorEntry, from_tensor, map_leav
 from lightning_zero.checkpoint.formats import open_checkpoint
 from lightning_zero.checkpoint.lazy import LazyTensor
 from lightning_zero.checkpoint.optimizers import by_number
+from lightning_zero.checkpoint.places import Place
 from lightning_zero.checkpoint.read_file import read_file
 from lightning_zero.checkpoint.read_sharded import check_parts
 
@@ -29,7 +29,7 @@ class Loaded(NamedTuple):
     names: list[list[list[str]] | None]
 
 
-def load_lazily(path: Path, trust: bool) -> Loaded:
+def load_lazily(path: Place, trust: bool) -> Loaded:
     """Open a checkpoint of any kind, and look whether it is whole.
 
     Args:
@@ -58,7 +58,7 @@ def load_lazily(path: Path, trust: bool) -> Loaded:
             return leaf
         return lazies.setdefault((leaf.identity, leaf.shape, leaf.dtype), LazyTensor(leaf))
 
-    optimizers = [by_number(optimizer, str(path)) for optimizer in view.optimizers]
+    optimizers = [by_number(optimizer) for optimizer in view.optimizers]
     checkpoint: dict[str, Any] = map_leaves(view.rest, _read)
     checkpoint["state_dict"] = map_leaves(view.weights, lazy)
     if optimizers or "lr_schedulers" in view.rest:

@@ -7,28 +7,31 @@ from typing import Any
 from lightning_zero.checkpoint.entries import TensorEntry
 
 
-def by_number(optimizer: dict[str, Any], where: str) -> dict[str, Any]:
+def by_number(optimizer: dict[str, Any]) -> dict[str, Any]:
     """Number the parameters in the order of the param groups."""
     groups = optimizer["param_groups"]
     names = [name for group in groups for name in group["params"]]
     if all(isinstance(name, int) for name in names):
-        state = {int(key): value for key, value in optimizer["state"].items()}
+        state = {_as_number(key): value for key, value in optimizer["state"].items()}
         return {**optimizer, "state": state}
     numbers = {name: number for number, name in enumerate(names)}
-    for name in optimizer["state"]:
-        if name not in numbers:
-            raise ValueError(
-                f"{where}: '{name}' has optimizer state and is in no param group: pass "
-                "--weights-only to leave the optimizer out"
-            )
+    state = optimizer["state"]
     return {
         **optimizer,
-        # Most torch optimizers go through their state in this order, and so does a full save.
-        "state": {n: optimizer["state"][k] for k, n in numbers.items() if k in optimizer["state"]},
+        # Most torch optimizers go through their state in this order, and so does a full save. What
+        # belongs to no parameter is the optimizer's own.
+        "state": {
+            **{number: state[name] for name, number in numbers.items() if name in state},
+            **{key: value for key, value in state.items() if key not in numbers},
+        },
         "param_groups": [
             {**group, "params": [numbers[name] for name in group["params"]]} for group in groups
         ],
     }
+
+
+def _as_number(key: Any) -> Any:
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
 
 
 def reordered(
@@ -93,7 +96,7 @@ def by_name(optimizer: dict[str, Any], weights: dict[str, Any], where: str) -> d
     table = dict(zip(numbers, names, strict=True))
     return {
         **optimizer,
-        "state": {table[number]: state for number, state in optimizer["state"].items()},
+        "state": {table.get(number, number): state for number, state in optimizer["state"].items()},
         "param_groups": [
             {**group, "params": [table[number] for number in group["params"]]} for group in groups
         ],

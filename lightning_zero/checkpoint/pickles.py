@@ -7,13 +7,13 @@ import pickle
 import sys
 import zipfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.entries import Segment, TensorEntry, from_tensor, map_leaves
+from lightning_zero.checkpoint.places import Place
 
 
 class Window(io.RawIOBase):
@@ -60,11 +60,11 @@ class Inert:
         self.state = state
 
 
-def read_archive(path: Path, trust: bool = False, inert: str | None = None) -> Any:
+def read_archive(place: Place, trust: bool = False, inert: str | None = None) -> Any:
     """Read what ``torch.save`` wrote, with entries in the place of tensors.
 
     Args:
-        path: The file.
+        place: The file.
         trust: Whether the pickle may run code.
         inert: Objects of this package become :class:`Inert`.
 
@@ -72,15 +72,19 @@ def read_archive(path: Path, trust: bool = False, inert: str | None = None) -> A
         The saved object. Its tensors are read from the file later; only those in files that torch
         older than 1.6 wrote are read at once.
     """
-    if not zipfile.is_zipfile(path):
-        return _read_legacy(path, trust)
-    allowed: list[Any] = []
-    if inert is not None and not trust:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        allowed = [(Inert, name) for name in names if name.split(".")[0] == inert]
-    with torch.serialization.safe_globals(allowed):
-        tree = _load(path, str(path), trust, "meta")
-    return map_leaves(tree, lambda key, leaf: _placed(leaf, str(path), 0, f"{path}: {key}"))
+    with place.open() as file:
+        if not zipfile.is_zipfile(file):
+            file.seek(0)
+            return _read_legacy(file, place, trust)
+        allowed: list[Any] = []
+        if inert is not None and not trust:
+            file.seek(0)
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+            allowed = [(Inert, name) for name in names if name.split(".")[0] == inert]
+        file.seek(0)
+        with torch.serialization.safe_globals(allowed):
+            tree = _load(file, str(place), trust, "meta")
+    return map_leaves(tree, lambda key, leaf: _placed(leaf, place, 0, f"{place}: {key}"))
 
 
 def read_slice(file: BinaryIO, segment: Segment, where: str, trust: bool = False) -> Any:
@@ -136,14 +140,14 @@ def _load(file: Any, where: str, trust: bool, device: str) -> Any:
         ) from error
 
 
-def _read_legacy(path: Path, trust: bool) -> Any:
-    tree = _load(path, str(path), trust, "cpu")
+def _read_legacy(file: BinaryIO, place: Place, trust: bool) -> Any:
+    tree = _load(file, str(place), trust, "cpu")
     return map_leaves(
-        tree, lambda key, x: from_tensor(x, f"{path}: {key}") if isinstance(x, Tensor) else x
+        tree, lambda key, x: from_tensor(x, f"{place}: {key}") if isinstance(x, Tensor) else x
     )
 
 
-def _placed(leaf: Any, file: str, start: int, where: str) -> Any:
+def _placed(leaf: Any, file: Place, start: int, where: str) -> Any:
     """Turn a tensor that was loaded to the meta device into an entry; leave others alone."""
     if not isinstance(leaf, Tensor):
         return leaf
@@ -278,15 +282,15 @@ class _MetadataUnpickler(pickle.Unpickler):
         return _STAND_INS[module, name]
 
 
-def read_metadata(path: Path) -> Metadata:
+def read_metadata(place: Place) -> Metadata:
     """Read the ``.metadata`` of a folder without importing or running anything that it names."""
     try:
-        with open(path, "rb") as file:
+        with place.open() as file:
             metadata = _MetadataUnpickler(file).load()
     except FileNotFoundError:
         raise
     except Exception as error:
-        raise ValueError(f"{path}: refused, truncated or damaged: {error}") from error
+        raise ValueError(f"{place}: refused, truncated or damaged: {error}") from error
     if not isinstance(metadata, Metadata):
-        raise ValueError(f"{path}: expected a Metadata object, found {type(metadata).__name__}")
+        raise ValueError(f"{place}: expected a Metadata object, found {type(metadata).__name__}")
     return metadata

@@ -12,11 +12,12 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any
 
 from lightning_zero.checkpoint.entries import Segment, TensorEntry, View
 from lightning_zero.checkpoint.pickles import Inert, read_archive
+from lightning_zero.checkpoint.places import Place
 
 _OWN_KEYS = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params "
@@ -27,23 +28,24 @@ _OWN_KEYS = frozenset(
 _PREFIX = "_forward_module."  # What Lightning older than 2.1 wrapped modules in.
 
 
-def deepspeed_folder(path: Path) -> Path | None:
+def deepspeed_folder(path: Place) -> Place | None:
     """Find the folder with DeepSpeed's files: ``path``, or the one that its ``latest`` names."""
     folders = [path]
     latest = path / "latest"
     if latest.is_file():
-        tag = latest.read_text("utf-8").strip()
-        if Path(tag).name != tag:
+        tag = latest.read_bytes().decode().strip()
+        if PurePosixPath(tag).name != tag:
             raise ValueError(f"{latest}: names a folder elsewhere: {tag!r}")
-        folders.append(path / tag)
-    return next((f for f in folders if any(f.glob("*_model_states.pt"))), None)
+        if (path / tag).is_dir():
+            folders.append(path / tag)
+    return next((f for f in folders if f.matching("*_model_states.pt")), None)
 
 
-def read_deepspeed(path: Path, trust: bool = False) -> View:
+def read_deepspeed(path: Place, trust: bool = False) -> View:
     """Open a folder that DeepSpeed wrote."""
     folder = deepspeed_folder(path)
     assert folder is not None
-    if any(folder.glob("*expert*_model_states.pt")) or any(folder.glob("*mp_rank_01_*")):
+    if folder.matching("*expert*_model_states.pt") or folder.matching("*mp_rank_01_*"):
         raise NotImplementedError(
             f"{folder}: checkpoints of expert or tensor parallel models cannot be converted; "
             "DeepSpeed's ds_to_universal.py may"
@@ -53,10 +55,10 @@ def read_deepspeed(path: Path, trust: bool = False) -> View:
     return _Reader(path, folder, ranks, models).view()
 
 
-def _files(folder: Path, kind: str) -> list[Path]:
+def _files(folder: Place, kind: str) -> list[Place]:
     """List the files of all ranks in order."""
-    found: dict[int, Path] = {}
-    for file in folder.glob(f"*_{kind}_states.pt"):
+    found: dict[int, Place] = {}
+    for file in folder.matching(f"*_{kind}_states.pt"):
         rank = re.search(r"pp_rank_(\d+)_", file.name)
         found[int(rank[1]) if rank else 0] = file
     if not found:
@@ -74,7 +76,7 @@ def _files(folder: Path, kind: str) -> list[Path]:
 class _Reader:
     """Puts the parameters of one checkpoint together."""
 
-    def __init__(self, path: Path, folder: Path, ranks: list[Any], models: list[Any]) -> None:
+    def __init__(self, path: Place, folder: Place, ranks: list[Any], models: list[Any]) -> None:
         self.path, self.folder, self.models = path, folder, models
         self.states = [_get(rank, "optimizer_state_dict", folder) for rank in ranks]
         stage = _get(self.states[0], "zero_stage", folder)
@@ -221,7 +223,7 @@ class _Reader:
         return len(self.masters[0]) - 1
 
 
-def _get(holder: Any, key: str, folder: Path) -> Any:
+def _get(holder: Any, key: str, folder: Place) -> Any:
     if not isinstance(holder, dict) or key not in holder:
         raise ValueError(f"{folder}: key '{key}' is missing in its files: not a ZeRO checkpoint")
     return holder[key]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
 
 from lightning_zero.checkpoint.entries import Segment, TensorEntry, View
 from lightning_zero.checkpoint.pickles import read_archive
+from lightning_zero.checkpoint.places import Place
 from lightning_zero.checkpoint.read_sharded import RECORD, check_format
 
 SAFETENSORS_DTYPES = {
@@ -37,7 +38,7 @@ SAFETENSORS_DTYPES = {
 _HEADER_LIMIT = 100_000_000  # The format's own limit.
 
 
-def read_file(path: Path, trust: bool = False) -> View:
+def read_file(path: Place, trust: bool = False) -> View:
     """Open a full checkpoint of Lightning, or a file of weights."""
     saved = read_archive(path, trust)
     if not isinstance(saved, dict):
@@ -63,29 +64,30 @@ def read_file(path: Path, trust: bool = False) -> View:
     return View(path, "lightning", weights, optimizers, saved, record)
 
 
-def read_safetensors(path: Path) -> View:
+def read_safetensors(path: Place) -> View:
     """Open a safetensors file, or the index of several."""
     if path.suffix != ".json":
         weights, ties = _header(path)
         return View(path, "safetensors", _tied(weights, ties), missing=["everything but weights"])
     try:
-        places: dict[str, str] = json.loads(path.read_text("utf-8"))["weight_map"]
+        places: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not an index of safetensors files, or truncated") from error
     files: dict[str, dict[str, TensorEntry]] = {}
     ties = {}
+    folder = path.parent
     for name in dict.fromkeys(places.values()):
-        if Path(name).name != name:
+        if PurePosixPath(name).name != name:
             raise ValueError(f"{path}: names a file outside its folder: {name}")
-        if not (path.parent / name).is_file():
+        if not (folder / name).is_file():
             held = next(key for key, file in places.items() if file == name)
-            raise FileNotFoundError(f"{path.parent / name} is missing, which holds '{held}'")
-        files[name], found = _header(path.parent / name)
+            raise FileNotFoundError(f"{folder / name} is missing, which holds '{held}'")
+        files[name], found = _header(folder / name)
         ties.update(found)
     weights = {}
     for key, name in places.items():
         if key not in files[name]:
-            raise ValueError(f"{path.parent / name}: key '{key}' of {path.name} is missing in it")
+            raise ValueError(f"{folder / name}: key '{key}' of {path.name} is missing in it")
         weights[key] = files[name][key]
     return View(path, "safetensors", _tied(weights, ties), missing=["everything but weights"])
 
@@ -98,11 +100,11 @@ def _tied(weights: dict[str, TensorEntry], ties: dict[str, str]) -> dict[str, An
     return dict(weights)
 
 
-def _header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+def _header(path: Place) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Read a safetensors header: the tensors, and the metadata."""
-    with open(path, "rb") as file:
+    with path.open() as file:
         length = int.from_bytes(file.read(8), "little")
-        size = path.stat().st_size
+        size = path.nbytes()
         if length > min(size - 8, _HEADER_LIMIT):
             raise ValueError(f"{path}: not a safetensors file, or truncated in its header")
         try:
@@ -122,7 +124,7 @@ def _header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
             raise ValueError(f"{where}: {stop - start} bytes do not make {shape} of {dtype}")
         if 8 + length + stop > size:
             raise ValueError(f"{where}: the file is truncated before its end. Copy it again")
-        part = Segment(str(path), 8 + length + start, stop - start)
+        part = Segment(path, 8 + length + start, stop - start)
         weights[key] = TensorEntry(where, shape, dtype, (key, part), _always([part]))
     return weights, ties
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import re
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.entries import Segment, TensorEntry, View
+from lightning_zero.checkpoint.entries import Segment, TensorEntry, View, open_holding
+from lightning_zero.checkpoint.mappings import with_mappings
 from lightning_zero.checkpoint.pickles import (
     BytesMetadata,
     Index,
@@ -24,6 +24,7 @@ from lightning_zero.checkpoint.pickles import (
     read_metadata,
     read_slice,
 )
+from lightning_zero.checkpoint.places import Place
 
 FORMAT = 1
 """The newest folder format of this package that is understood."""
@@ -35,7 +36,7 @@ METADATA_FILE = ".metadata"
 META_FILE = "meta.pt"
 
 
-def read_sharded(path: Path, trust: bool = False) -> View:
+def read_sharded(path: Place, trust: bool = False) -> View:
     """Open a folder of ``.distcp`` files."""
     metadata = read_metadata(path / METADATA_FILE)
     if int((metadata.version or "1").split(".")[0]) > 1:
@@ -45,7 +46,10 @@ def read_sharded(path: Path, trust: bool = False) -> View:
         )
     meta, missing = _meta(path, trust)
     folder = _Folder(path, metadata, trust)
-    tree = folder.tree()
+    record = dict(meta.get(RECORD) or {})
+    tree = with_mappings(folder.tree(), record.pop("mappings", {}))
+    if RECORD in meta:
+        meta[RECORD] = record  # the mappings are of the folder's way of writing only
     key = next((key for key in ("state_dict", "model") if key in tree), None)
     if key is None:
         raise ValueError(
@@ -53,7 +57,6 @@ def read_sharded(path: Path, trust: bool = False) -> View:
             f"({', '.join(sorted(map(str, tree))[:8])}): it holds no weights that can be converted"
         )
     weights = _flat(tree.pop(key))
-    record = dict(meta.get(RECORD) or {})
     for alias, name in record.get("aliases", {}).items():
         if name in weights:
             weights[alias] = weights[name]
@@ -62,7 +65,7 @@ def read_sharded(path: Path, trust: bool = False) -> View:
     return View(path, "sharded", weights, optimizers, rest, record, missing, folder.broken)
 
 
-def _optimizers(path: Path, tree: dict[Any, Any], missing: list[str]) -> list[dict[str, Any]]:
+def _optimizers(path: Place, tree: dict[Any, Any], missing: list[str]) -> list[dict[str, Any]]:
     """Take ``optimizer_0`` and so on out of a tree."""
     keys = [k for k in tree if isinstance(k, str) and re.fullmatch(r"optimizer_\d+", k)]
     optimizers = []
@@ -75,7 +78,7 @@ def _optimizers(path: Path, tree: dict[Any, Any], missing: list[str]) -> list[di
     return optimizers
 
 
-def _meta(path: Path, trust: bool) -> tuple[dict[str, Any], list[str]]:
+def _meta(path: Place, trust: bool) -> tuple[dict[str, Any], list[str]]:
     """Read ``meta.pt``, in which everything lies that is neither weights nor optimizer state."""
     file = path / META_FILE
     if not file.is_file():
@@ -87,7 +90,7 @@ def _meta(path: Path, trust: bool) -> tuple[dict[str, Any], list[str]]:
     return meta, []
 
 
-def check_format(saved: dict[str, Any], file: Path) -> None:
+def check_format(saved: dict[str, Any], file: Place) -> None:
     """Refuse what a newer version of this package has written."""
     record = saved.get(RECORD) or {}
     if record.get("format", 1) > FORMAT:
@@ -97,7 +100,7 @@ def check_format(saved: dict[str, Any], file: Path) -> None:
         )
 
 
-def check_parts(path: Path) -> None:
+def check_parts(path: Place) -> None:
     """Look whether all files are there, as long as they must be, without opening any.
 
     Raises:
@@ -110,7 +113,7 @@ def check_parts(path: Path) -> None:
         mine = (info.offset + info.length, index.fqn)
         last[info.relative_path] = max(mine, last.get(info.relative_path, mine))
     for name, (end, key) in last.items():
-        open_part(Segment(str(path / name), 0, end), f"{path / name}: '{key}'").close()
+        open_part(Segment(path / name, 0, end), f"{path / name}: '{key}'").close()
 
 
 def _flat(tree: dict[Any, Any]) -> dict[str, Any]:
@@ -127,13 +130,13 @@ def _flat(tree: dict[Any, Any]) -> dict[str, Any]:
 class _Folder:
     """Places the tensors of a folder and reads its other values."""
 
-    def __init__(self, path: Path, metadata: Metadata, trust: bool) -> None:
+    def __init__(self, path: Place, metadata: Metadata, trust: bool) -> None:
         self.path = path
         self.metadata = metadata
         self.trust = trust
         self.broken: list[Exception] = []
         for name in {info.relative_path for info in metadata.storage_data.values()}:
-            if os.path.isabs(name) or ".." in Path(name).parts:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ValueError(f"{path / METADATA_FILE}: names a file outside its folder: {name}")
 
     def tree(self) -> dict[Any, Any]:
@@ -166,7 +169,7 @@ class _Folder:
                 f"{self.path / info.relative_path}: '{name}' is stored with "
                 f"{', '.join(info.transform_descriptors)}, which cannot be read: save it without"
             )
-        return Segment(str(self.path / info.relative_path), info.offset, info.length)
+        return Segment(self.path / info.relative_path, info.offset, info.length)
 
     def _value(self, name: str) -> Any:
         try:
@@ -239,14 +242,8 @@ class _Folder:
 
 def open_part(segment: Segment, where: str) -> Any:
     """Open a part's file, having checked that the part lies within it."""
-    try:
-        file = open(segment.file, "rb")  # noqa: SIM115 - the caller closes it
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{segment.file} is missing, which holds {where}: copy the files of all ranks, or take "
-            "an older checkpoint"
-        ) from error
-    if os.fstat(file.fileno()).st_size < segment.start + segment.nbytes:
+    file = open_holding(segment.file, where)
+    if file.seek(0, 2) < segment.start + segment.nbytes:
         file.close()
         raise ValueError(
             f"{where}: the file is truncated, it should reach to byte "

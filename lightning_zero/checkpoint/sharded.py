@@ -67,6 +67,9 @@ def sharded_optimizer_state(engine: ZeroEngine, sharded: ShardedOptimizer) -> di
                 key: _shard(engine, slot, value) if sharded.is_sharded(key, value, slot) else value
                 for key, value in state.items()
             }
+    states |= {  # what the optimizer keeps for itself
+        key: value for key, value in state_dict["state"].items() if key not in range(len(slots))
+    }
     groups = [
         {**group, "params": [slots[number].name for number in group["params"]]}
         for group in state_dict["param_groups"]

@@ -43,6 +43,14 @@ class Together:
         made: T = result[0]
         return made
 
+    def gathered(self, value: T) -> list[T]:
+        """Return the values of all ranks, which are small, on the first one; none on the others."""
+        if self.group is None:
+            return [value]
+        found: list[Any] = [None] * dist.get_world_size(self.group) if self.is_first else []
+        dist.gather_object(value, found or None, group=self.group, group_dst=0)
+        return found
+
     def __enter__(self) -> None:
         pass
 

@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from lightning_zero.checkpoint import folder
-from lightning_zero.checkpoint.read_sharded import META_FILE, METADATA_FILE
+from lightning_zero.checkpoint.places import place_of
+from lightning_zero.checkpoint.read_sharded import META_FILE, METADATA_FILE, check_parts
 from lightning_zero.checkpoint.together import Together
 
 
@@ -59,6 +60,7 @@ def write_folder(path: Path, state: dict[str, Any], meta: bytes, together: Toget
         with together:
             if together.is_first:
                 _write_bytes(unfinished / META_FILE, meta)
+                check_parts(place_of(unfinished))  # nobody has taken it for abandoned
                 folder.put(unfinished, path)
     except BaseException:
         if together.is_first:
@@ -86,8 +88,7 @@ def write_remote(url: str, state: dict[str, Any], meta: bytes, together: Togethe
             _save(state, writer, together.group)
     except BaseException:
         if together.is_first:
-            with suppress(Exception):
-                writer.remove_files(of_this_save=True)
+            writer.abort()
         raise
 
 
@@ -148,6 +149,7 @@ class _RemoteWriter(FsspecWriter):
         self._url = url
         self._token = token
         self._meta = meta
+        self._finished = False
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return [
@@ -156,15 +158,42 @@ class _RemoteWriter(FsspecWriter):
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        place = str(self.fs.concat_path(self.path, METADATA_FILE))
-        if self.fs.exists(place):
-            self.fs.rm_file(place)  # a kill from here on leaves no checkpoint, and no mix of two
-        with self.fs.create_stream(self.fs.concat_path(self.path, META_FILE), "wb") as file:
-            file.write(self._meta)
-        super().finish(metadata, results)
-        self.remove_files(of_this_save=False)
+        before = {name: self._content(name) for name in (META_FILE, METADATA_FILE)}
+        try:
+            if before[METADATA_FILE] is not None:
+                # A kill from here on leaves no checkpoint, and no mix of two.
+                self.fs.rm_file(self.fs.concat_path(self.path, METADATA_FILE))
+            self._write(META_FILE, self._meta)
+            super().finish(metadata, results)
+        except BaseException:
+            for name, content in before.items():
+                if content is not None:
+                    with suppress(Exception):
+                        self._write(name, content)
+            raise
+        self._finished = True
+        with suppress(Exception):  # the checkpoint is whole; the next save tries again
+            self._remove_files(of_this_save=False)
 
-    def remove_files(self, of_this_save: bool) -> None:
+    def abort(self) -> None:
+        """Remove what a failed save has written, as far as that is possible."""
+        if not self._finished:
+            with suppress(Exception):
+                self._remove_files(of_this_save=True)
+
+    def _content(self, name: str) -> bytes | None:
+        place = self.fs.concat_path(self.path, name)
+        if not self.fs.exists(place):
+            return None
+        with self.fs.create_stream(place, "rb") as file:
+            content: bytes = file.read()
+        return content
+
+    def _write(self, name: str, content: bytes) -> None:
+        with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as file:
+            file.write(content)
+
+    def _remove_files(self, of_this_save: bool) -> None:
         """Remove the ranks' files, either of this save or of all others."""
         names: Sequence[str] = self.fs.ls(self.path)
         for name in names:
