@@ -282,6 +282,21 @@ def test_checkpoints_are_as_large_as_planned(tmp_path: Path) -> None:
     assert row.sharded_checkpoint == pytest.approx(max(parts), rel=0.15)
 
 
+def test_stage_1_holds_one_set_of_gradients_and_no_copy_of_the_last_averages() -> None:
+    row = plan(lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(16))), devices=2)["zero1"]
+    assert row.gradients <= 1.07 * row.parameters  # one parameter more, as `zero_grad` looks at it
+
+
+def test_finished_buckets_of_one_kind_do_not_wait_for_those_of_another() -> None:
+    def build() -> nn.Module:
+        blocks = (nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256)) for _ in range(16))
+        return nn.Sequential(nn.Embedding(1000, 256), *blocks)
+
+    row = plan(build, devices=8, precision="bf16-mixed", bucket_mb=0.25)["zero2"]
+    whole = 4 * 16 * 256 * 256
+    assert row.gradients < 0.6 * whole  # with the shards of averages; it was 1.3 before
+
+
 # DDP
 
 
@@ -561,11 +576,25 @@ def test_an_optimizer_that_cannot_be_sharded_is_refused() -> None:
         ({"module": nn.Linear(2, 2), "bucket_mb": 0}, "bucket_mb=0"),
         ({"module": nn.Linear(2, 2), "auto_wrap_policy": "Nope"}, "'Nope'"),
         ({"module": nn.LazyLinear(2)}, "lazy layer"),
+        ({"module": nn.ReLU()}, "ReLU has no parameters"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(**arguments)
+
+
+def test_one_rank_and_nothing_to_train_are_planned() -> None:
+    found = plan(nn.Linear(8, 8).requires_grad_(False), devices=1)
+    assert {row.sent for row in found.rows} == {0}
+    assert {row.gradients for row in found.rows} == {0}
+    assert "1 rank" in str(found)
+
+
+def test_a_compiled_module_keeps_its_weights_in_fp32() -> None:
+    compiled = plan(torch.compile(nn.Linear(64, 64)), precision="bf16-mixed")["zero1"]
+    plain = plan(nn.Linear(64, 64), precision="bf16-mixed")["zero1"]
+    assert (compiled.masters, compiled.parameters) == (0, 2 * plain.parameters)
 
 
 def test_an_unplanned_strategy_is_a_key_error() -> None:

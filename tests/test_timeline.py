@@ -19,8 +19,10 @@ from torch import Tensor
 
 from lightning_zero import ZeroStrategy, ZeroTimeline
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.observer import Event
 from lightning_zero.engine.summary import in_bytes, in_count, many
 from lightning_zero.timeline import clocks
+from lightning_zero.timeline.recorder import Recorder
 from ranks import run_ranks
 
 STEP = 2
@@ -318,7 +320,7 @@ def test_other_strategies_are_refused() -> None:
     model = Transformer()
     trainer = L.Trainer(accelerator="cpu", callbacks=[ZeroTimeline()], logger=False, max_steps=1)
     with pytest.raises(MisconfigurationException, match=r"SingleDeviceStrategy: use .*zero3"):
-        trainer.fit(model, batches(model, 3))
+        trainer.fit(model, batches(model, 3), batches(model, 3))
 
 
 def test_a_run_that_ends_too_early_says_so(tmp_path: Path) -> None:
@@ -369,6 +371,39 @@ def test_an_error_in_the_recorded_step_leaves_no_hook(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+class Tick:
+    """What stands for a CUDA event: it knows when the device got there, in milliseconds."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def elapsed_time(self, later: Tick) -> float:
+        """Return the milliseconds until a later one."""
+        return later.at - self.at
+
+
+def test_on_a_gpu_transfers_have_the_times_of_their_stream() -> None:
+    engine = ZeroEngine(torch.nn.Linear(4, 4), stage=3)
+    recorder, unit = Recorder(engine, 0), engine.units[0]
+    ticks = iter(range(100))
+    recorder._now = lambda: Tick(float(next(ticks)))  # type: ignore[method-assign]
+    recorder.start()
+    for _ in range(2):
+        recorder.happened(Event.GATHER, unit)
+        recorder.moved(f"gather of {unit.label}", Tick(20.0), Tick(30.0))
+        recorder.happened(Event.WAIT, label="something")
+        recorder.happened(Event.WAIT_END)
+        recorder.happened(Event.GATHER_END, unit)
+    record = recorder.stop()
+    gathers = [span for span in record.spans if span.row == "gather"]
+    times = [(span.start - record.start, span.end - record.start) for span in gathers]
+    assert times == [pytest.approx((0.020, 0.030))] * 2
+    waits = [span.end - span.start for span in record.spans if span.row == "wait"]
+    assert waits == pytest.approx([0.001, 0.001])
+    assert engine.ledger.observer is None
+    engine.restore()
+
+
 def test_clocks_of_other_hosts_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(rank: int, world_size: int) -> list[float] | None:
         monkeypatch.setattr(clocks, "_host", lambda: f"host {rank}")
@@ -415,7 +450,7 @@ def test_the_page_loads_and_tells_names_and_bytes(stage: int, pages: dict[int, P
             f"ZeRO stage {stage} on 2 ranks, step {STEP}"
         )
         tip = hover(browser, "lanes", f"gather of {unit['name']}")
-        assert f"{in_bytes(unit['nbytes'])} whole, {share} of each rank" in tip
+        assert f"{in_bytes(unit['nbytes'])} whole, {share} from each rank" in tip
         assert unit["params"][0][0] in tip
         assert "forward blocks.1 · rank 0" in hover(browser, "lanes", "forward blocks.1")
         assert "each rank keeps" in hover(browser, "lanes", f"reduce of {unit['name']}")

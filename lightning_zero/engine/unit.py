@@ -350,7 +350,9 @@ class Unit(FlatBuffer):
         elif not self.shards_gradients:
             self.finish_reduce()
             if self.grad_shard is not None and _share_storage(self.grad_flat, self.grad_shard):
-                self.grad_shard = self.grad_shard.clone()  # the last average lies in the way
+                # The last average lies in the way.
+                is_kept = any(slot.reduced for slot in self.slots)
+                self.grad_shard = self.grad_shard.clone() if is_kept else None
                 self.note()
         return self.grad_flat
 

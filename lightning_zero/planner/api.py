@@ -124,7 +124,7 @@ def plan(
     )
     blueprint = draw(module, plugin, optimizer)
     planned = blueprint.module
-    numerics = plugin.numerics(compiled=getattr(planned, "_compiler_ctx", None) is not None)
+    numerics = plugin.numerics(compiled=blueprint.compiled)
     device = torch.device("cuda" if accelerator == "gpu" else "cpu")
     sharded = [name for name in names if name != "ddp"]
     conditions = Conditions(

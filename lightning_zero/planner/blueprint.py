@@ -14,6 +14,7 @@ import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, _MockOptimizer
 from torch import nn, optim
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parameter import is_lazy
 
 from lightning_zero.planner.states import Pieces, pieces_of
@@ -33,12 +34,14 @@ class Blueprint:
         optimizers: Its optimizers, without state.
         states: What they keep of each trainable parameter, by the parameter's identity.
         notes: What a reader of the plan should know.
+        compiled: Whether the whole module is compiled.
     """
 
     module: nn.Module
     optimizers: list[optim.Optimizer]
     states: dict[int, Pieces] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    compiled: bool = False
 
 
 def draw(
@@ -63,10 +66,13 @@ def draw(
     """
     with _quiet():
         module = _copied(source) if isinstance(source, nn.Module) else _built(source)
+        compiled = getattr(module, "_compiler_ctx", None) is not None
+        if isinstance(module, OptimizedModule):
+            compiled, module = True, module._orig_mod
         _prepare(module, precision)
         module = precision.convert_module(module)
         _check(module)
-        blueprint = Blueprint(module, [])
+        blueprint = Blueprint(module, [], compiled=compiled)
         with torch.device("meta"):
             blueprint.optimizers = _optimizers(module, optimizer, blueprint.notes)
     for made in blueprint.optimizers:
@@ -149,6 +155,8 @@ def _check(module: nn.Module) -> None:
         _refuse_lazy(name, param)
         if param.layout is not torch.strided:
             raise ValueError(f"{name} has the layout {param.layout}: only dense ones are sharded.")
+    if next(module.parameters(), None) is None:
+        raise ValueError(f"{type(module).__name__} has no parameters, so there is nothing to plan.")
 
 
 def _prepare(module: nn.Module, precision: ZeroPrecision) -> None:
@@ -198,8 +206,12 @@ def _optimizers(
         made = make(module)
         return [made] if isinstance(made, optim.Optimizer) else list(made)
     if not isinstance(module, L.LightningModule):
+        trained = [param for param in module.parameters() if param.requires_grad]
+        if not trained:
+            notes.append("No parameter is trained, so there is no optimizer.")
+            return []
         notes.append("The optimizer is AdamW, since the module does not say which.")
-        return [optim.AdamW(p for p in module.parameters() if p.requires_grad)]
+        return [optim.AdamW(trained)]
     name = f"{type(module).__name__}.configure_optimizers()"
     try:
         found, _ = _init_optimizers_and_lr_schedulers(module)

@@ -217,8 +217,9 @@ class _Rehearsal:
             self._schedule.blocked = defers and number < passes - 1
             self._forward()
             if number == 0:
-                for slot in self._slots.values():
-                    slot.write_grad(None)
+                for slot in self._slots.values():  # as `zero_grad` does, which looks first
+                    if slot.read_grad() is not None:
+                        slot.write_grad(None)
             self._backward()
             after = self._talk.traffic.gather, self._talk.traffic.reduce
             if number == _MICRO_BATCHES - 2:

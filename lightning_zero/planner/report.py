@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.engine.summary import in_bytes, in_count
+from lightning_zero.engine.summary import in_bytes, in_count, many
 
 RESERVE = 0.1
 """Share of a device that is left aside: for the driver's context, the workspaces of libraries, the
@@ -149,10 +149,10 @@ class Plan:
         numel = f"{in_count(self.numel)} parameters"
         if self.trainable != self.numel:
             numel += f", {in_count(self.trainable)} of them trained"
-        nodes = f"{self.num_nodes} x {self.devices}" if self.num_nodes > 1 else self.devices
+        nodes = f"{self.num_nodes} x " if self.num_nodes > 1 else ""
         of = ", ".join(dict.fromkeys(self.optimizers)) or "no optimizer"
         return [
-            f"{self.model}: {numel}, {of}, {self.precision}, {nodes} ranks",
+            f"{self.model}: {numel}, {of}, {self.precision}, {nodes}{many(self.devices, 'rank')}",
             "What one rank holds at the worst moment of a step:",
         ]
 

@@ -145,7 +145,8 @@ def _draw_row(axis: Any, record: RankRecord, row: Row, low: float, high: float) 
             by_kind.setdefault(span.kind, []).append((span.start, span.end, top - each, top))
     for kind in sorted(by_kind, key=lambda kind: not kind.endswith(" pass")):
         color = COLORS[kind.removesuffix(" pass")]
-        edge = {"edgecolor": "white", "linewidth": 0.4} if row == "compute" else {}
+        # Without an edge one cannot tell neighbours; with one, those too thin could not be seen.
+        edge = {} if row == "wait" or len(ends) > 4 else {"edgecolor": "white", "linewidth": 0.4}
         alpha = 0.25 if kind.endswith(" pass") else 1.0
         _bars(axis, by_kind[kind], color, alpha=alpha, **edge)
 
