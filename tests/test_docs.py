@@ -179,6 +179,14 @@ def test_blocks_of_code_can_be_parsed(page: Path) -> None:
             subprocess.run(["bash", "-n"], input=content, text=True, check=True)
 
 
+def test_every_file_of_the_engine_has_its_place_in_the_list() -> None:
+    text = (DOCS / "engine.md").read_text()
+    table = text.split("\n| file | what it is for |\n")[1].split("\n\n")[0]
+    named = set(re.findall(r"`(?:engine/)?(\w+\.py)`", table))
+    files = {path.name for path in (ROOT / "lightning_zero/engine").glob("[a-z]*.py")}
+    assert files <= named
+
+
 def test_the_site_has_every_page() -> None:
     listed = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(page.name for page in DOCS.glob("*.md")) == sorted(
