@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
     from lightning_zero.precision import ZeroPrecision
     from lightning_zero.strategy import ZeroStrategy
+    from lightning_zero.timeline.callback import ZeroTimeline
 
 __version__ = "0.1.0"
-__all__ = ["ZeroEngine", "ZeroPrecision", "ZeroStrategy", "open_checkpoint"]
+__all__ = ["ZeroEngine", "ZeroPrecision", "ZeroStrategy", "ZeroTimeline", "open_checkpoint"]
 
 
 def _is_command(words: list[str]) -> bool:
@@ -44,12 +45,14 @@ def _load() -> dict[str, Any]:
     from lightning_zero.engine.engine import ZeroEngine
     from lightning_zero.precision import ZeroPrecision
     from lightning_zero.strategy import ZeroStrategy, register
+    from lightning_zero.timeline.callback import ZeroTimeline
 
     register()
     names = {
         "ZeroEngine": ZeroEngine,
         "ZeroPrecision": ZeroPrecision,
         "ZeroStrategy": ZeroStrategy,
+        "ZeroTimeline": ZeroTimeline,
         "open_checkpoint": open_checkpoint,
     }
     globals().update(names)

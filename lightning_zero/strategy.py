@@ -31,6 +31,7 @@ from lightning_zero.engine.kinds import OptimizerSharding
 from lightning_zero.engine.numerics import Cast
 from lightning_zero.engine.parameter import ZeroParameter
 from lightning_zero.engine.placement import Placement, Stage, placement_of
+from lightning_zero.engine.summary import Stretch
 from lightning_zero.engine.units import WrapPolicy
 from lightning_zero.host import available_memory, device_memory
 from lightning_zero.precision import DtypeName, ZeroPrecision
@@ -174,6 +175,7 @@ class ZeroStrategy(DDPStrategy):
             stall_timeout=stall_timeout,
         )
         self._failed = False
+        self._fit: Stretch | None = None
 
     @staticmethod
     def _check_arguments(
@@ -393,6 +395,16 @@ class ZeroStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+
+    @override
+    def on_train_start(self) -> None:
+        self._fit = Stretch(self.engine)
+
+    @override
+    def on_train_end(self) -> None:
+        if self._fit is not None:
+            rank_zero_info(self._fit.line())
+            self._fit = None
 
     # Steps
 

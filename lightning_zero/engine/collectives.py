@@ -1,4 +1,4 @@
-"""One interface for the engine's communication, with a gloo way, an NCCL way and a lonely way.
+"""One interface for the engine's communication, with a gloo way and a lonely way.
 
 A reduction sums and then divides by the number of ranks; ``AVG`` is never used, for gloo's silently
 sums. On the CPU the sum is taken in rank order, so that a value does not depend on which rank owns
@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,15 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from lightning_zero.engine.ledger import Holdings, Ledger
 from lightning_zero.engine.stall import StallMonitor, as_timedelta
-
-# torch 2.13 renamed the collectives of single tensors; 2.11 has the older names only.
-_all_gather_single: Callable[..., dist.Work] = getattr(
-    dist, "all_gather_single", dist.all_gather_into_tensor
-)
-_reduce_scatter_single: Callable[..., dist.Work] = getattr(
-    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
-)
 
 
 @dataclass(slots=True)
@@ -41,7 +33,15 @@ class Traffic:
 
 
 class Pending(ABC):
-    """A collective under way. Its tensors must neither be written nor freed before ``wait``."""
+    """A collective under way. Its tensors must neither be written nor freed before ``wait``.
+
+    Attributes:
+        holds: Whether it keeps its tensors until then.
+        scratch_nbytes: Bytes of what it has allocated beside them, until then.
+    """
+
+    holds = True
+    scratch_nbytes = 0
 
     @abstractmethod
     def wait(self) -> None:
@@ -49,6 +49,8 @@ class Pending(ABC):
 
 
 class _Done(Pending):
+    holds = False
+
     def wait(self) -> None:
         pass
 
@@ -61,6 +63,8 @@ class Collectives(ABC):
         world_size: Number of ranks, N.
         device: The device whose tensors travel.
         traffic: Counts what was sent.
+        ledger: Counts what this rank holds, and what was done.
+        noted: What the ledger knows of the buffers that stay.
         fills_late: Whether the result of a gather needs its storage in ``wait`` only.
         trail: A number that tells by which gathers a rank got here; ranks that took the same way
             through the model have the same.
@@ -73,7 +77,13 @@ class Collectives(ABC):
         self.world_size = world_size
         self.device = device
         self.traffic = Traffic()
+        self.ledger = Ledger()
+        self.noted = Holdings()
         self.trail = 0
+
+    def holdings(self) -> Holdings:
+        """Count the bytes of the buffers that stay between collectives."""
+        return Holdings()
 
     def gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
         """Fill ``flat`` with the shards of all ranks.
@@ -85,6 +95,7 @@ class Collectives(ABC):
             tag: A number per unit; ranks that gather different units never take one for another's.
         """
         self.traffic.gather += (self.world_size - 1) * shard.nbytes
+        self.ledger.gathers += 1
         self.trail = (self.trail * 1_000_003 + tag + 1) % 2**31
         return self._gather(flat, shard, label, tag)
 
@@ -102,6 +113,7 @@ class Collectives(ABC):
                 rank's contribution before the sum, as DDP does; under NCCL to the new average.
         """
         self.traffic.reduce += (self.world_size - 1) * out.nbytes
+        self.ledger.reductions += 1
         return self._reduce(flat, out, label, tag, base)
 
     def exchange(self, send: list[Tensor], receive: list[Tensor], label: str) -> Pending:
@@ -201,7 +213,7 @@ class LocalCollectives(Collectives):
         return _Done()
 
 
-class _GroupCollectives(Collectives):
+class GroupCollectives(Collectives):
     """What gloo and NCCL share: groups of the engine's own, and the collectives of small things."""
 
     def __init__(self, group: ProcessGroup, device: torch.device, stall_timeout: float) -> None:
@@ -241,7 +253,7 @@ def _store_of(group: ProcessGroup) -> Store:
 _EXCHANGE = 1 << 20  # a tag that no unit has
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
     """View a 1-D tensor as bytes: transports then need not know its dtype."""
     return tensor.view(torch.uint8)
 
@@ -253,7 +265,9 @@ class _GlooPending(Pending):
         works: list[dist.Work],
         label: str,
         finish: Callable[[], None] | None = None,
+        scratch_nbytes: int = 0,
     ) -> None:
+        self.scratch_nbytes = scratch_nbytes
         self._collectives = collectives
         self._works = works
         self._label = label
@@ -268,7 +282,7 @@ class _GlooPending(Pending):
             finish()
 
 
-class GlooCollectives(_GroupCollectives):
+class GlooCollectives(GroupCollectives):
     """Batched point-to-point exchange: gloo's own gather and reduce-scatter take thrice as long."""
 
     def _gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
@@ -299,7 +313,7 @@ class GlooCollectives(_GroupCollectives):
         def average() -> None:
             self._average(terms, out, base)
 
-        return _GlooPending(self, works, label, average)
+        return _GlooPending(self, works, label, average, received.nbytes)
 
     def _exchange(self, send: list[Tensor], receive: list[Tensor], label: str) -> Pending:
         works = []
@@ -327,6 +341,7 @@ class GlooCollectives(_GroupCollectives):
         if not works:
             return
         self.monitor.waits(label)
+        started = self.ledger.wait(label)
         for work in works:
             try:
                 work.wait(as_timedelta(self.monitor.timeout))
@@ -334,6 +349,7 @@ class GlooCollectives(_GroupCollectives):
                 if "imed out" in str(reason):
                     raise self.monitor.error(label) from reason
                 raise _gone(label, reason) from reason
+        self.ledger.waited_since(started)
         self.monitor.waits(None)
 
     def scatter(self, flat: Tensor | None, out: Tensor, label: str) -> None:
@@ -360,7 +376,7 @@ class GlooCollectives(_GroupCollectives):
         return flat
 
     def broadcast(self, tensor: Tensor, label: str) -> None:
-        work = dist.broadcast(_bytes(tensor), group=self.gather_group, group_src=0, async_op=True)
+        work = dist.broadcast(as_bytes(tensor), group=self.gather_group, group_src=0, async_op=True)
         _GlooPending(self, [work], label).wait()
 
     def sum(self, tensor: Tensor, label: str) -> Pending:
@@ -379,7 +395,7 @@ class GlooCollectives(_GroupCollectives):
     @staticmethod
     def _send(tensor: Tensor, to: int, group: ProcessGroup, tag: int) -> dist.Work:
         try:
-            work = dist.isend(_bytes(tensor), group=group, group_dst=to, tag=tag)
+            work = dist.isend(as_bytes(tensor), group=group, group_dst=to, tag=tag)
         except RuntimeError as reason:
             raise _gone(f"rank {to} to take something", reason) from reason
         assert work is not None
@@ -388,7 +404,7 @@ class GlooCollectives(_GroupCollectives):
     @staticmethod
     def _receive(tensor: Tensor, source: int, group: ProcessGroup, tag: int) -> dist.Work:
         try:
-            work = dist.irecv(_bytes(tensor), group=group, group_src=source, tag=tag)
+            work = dist.irecv(as_bytes(tensor), group=group, group_src=source, tag=tag)
         except RuntimeError as reason:
             raise _gone(f"something of rank {source}", reason) from reason
         assert work is not None
@@ -400,99 +416,3 @@ def _gone(label: str, reason: RuntimeError) -> RuntimeError:
         f"Another rank went away while this one waited for {label}; its own output has the cause. "
         f"({reason})"
     )
-
-
-class _CudaPending(Pending):
-    """Ordered by an event: ``wait`` lets the current stream wait, never the host.
-
-    The tensors are kept by reference until then. They were allocated on the compute stream and
-    return to it after it has waited, so the allocator reuses their memory in the right order.
-    """
-
-    def __init__(self, done: torch.cuda.Event, device: torch.device, *keep: Tensor) -> None:
-        self._done: torch.cuda.Event | None = done
-        self._device = device
-        self._keep = keep
-
-    def wait(self) -> None:
-        done, self._done = self._done, None
-        if done is not None:
-            torch.cuda.current_stream(self._device).wait_event(done)
-        self._keep = ()
-
-
-class NcclCollectives(_GroupCollectives):
-    """Single-tensor collectives on a gather stream and a reduce stream."""
-
-    def __init__(self, group: ProcessGroup, device: torch.device, stall_timeout: float) -> None:
-        super().__init__(group, device, stall_timeout)
-        self._gather_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._reduce_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def _gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
-        work = partial(_all_gather_single, flat, shard, group=self.gather_group)
-        return self._run(self._gather_stream, work, label, flat, shard)
-
-    def _reduce(
-        self, flat: Tensor, out: Tensor, label: str, tag: int, base: Tensor | None
-    ) -> Pending:
-        # Allocated here, on the compute stream, and kept until it has waited.
-        scratch = out if base is None else torch.empty_like(out)
-
-        def reduce() -> None:
-            _reduce_scatter_single(scratch, flat, group=self.reduce_group)
-            scratch.div_(self.world_size)
-            if base is not None:
-                torch.add(base, scratch, out=out)
-
-        keep = (flat, out, scratch) if base is None else (flat, out, scratch, base)
-        return self._run(self._reduce_stream, reduce, label, *keep)
-
-    def _exchange(self, send: list[Tensor], receive: list[Tensor], label: str) -> Pending:
-        work = partial(dist.all_to_all, receive, send, group=self.reduce_group)
-        return self._run(self._reduce_stream, work, label, *send, *receive)
-
-    def scatter(self, flat: Tensor | None, out: Tensor, label: str) -> None:
-        chunks = None if flat is None else list(flat.view(self.world_size, -1).unbind())
-
-        def scatter() -> None:
-            dist.scatter(out, chunks, group=self.gather_group, group_src=0)
-
-        keep = (out,) if flat is None else (out, flat)
-        self._run(self._gather_stream, scatter, label, *keep).wait()
-
-    def collect(self, shard: Tensor, label: str) -> Tensor | None:
-        flat = shard.new_empty(self.world_size * shard.numel()) if self.rank == 0 else None
-        chunks = None if flat is None else list(flat.view(self.world_size, -1).unbind())
-
-        def gather() -> None:
-            dist.gather(shard, chunks, group=self.gather_group, group_dst=0)
-
-        self._run(self._gather_stream, gather, label, shard).wait()
-        return flat
-
-    def broadcast(self, tensor: Tensor, label: str) -> None:
-        work = partial(dist.broadcast, _bytes(tensor), group=self.gather_group, group_src=0)
-        self._run(self._gather_stream, work, label, tensor).wait()
-
-    def sum(self, tensor: Tensor, label: str) -> Pending:
-        return self._all_reduce(tensor, dist.ReduceOp.SUM, label)
-
-    def maximum(self, tensor: Tensor, label: str) -> Pending:
-        return self._all_reduce(tensor, dist.ReduceOp.MAX, label)
-
-    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, label: str) -> Pending:
-        work = partial(dist.all_reduce, tensor, op=op, group=self.reduce_group)
-        return self._run(self._reduce_stream, work, label, tensor)
-
-    def _run(
-        self, stream: torch.cuda.Stream, work: Callable[[], Any], label: str, *keep: Tensor
-    ) -> Pending:
-        self.monitor.issued(label)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            work()
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(stream)
-        self.monitor.watch(done.query, label)
-        return _CudaPending(done, self.device, *keep)

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_zero.engine.collectives import GlooCollectives, Pending
+from lightning_zero.engine.ledger import Holdings
 from lightning_zero.engine.mailbox import Mailbox
 
 # Kinds of words.
@@ -177,8 +178,12 @@ class DirectCollectives(GlooCollectives):
         if self._lent:
             return  # addresses that were given away stay valid
         self._lent = {rank: torch.empty(shard_nbytes, dtype=torch.uint8) for rank in self._others}
+        self.ledger.note(self)
         for rank in self._others:
             self._lend(rank)
+
+    def holdings(self) -> Holdings:
+        return Holdings(transient=sum(lent.nbytes for lent in self._lent.values()))
 
     def close(self) -> None:
         super().close()
@@ -262,12 +267,14 @@ class DirectCollectives(GlooCollectives):
 
     def _ask(self, rank: int, kind: bytes, tag: int, label: str) -> int:
         self.monitor.waits(label)
+        started = self.ledger.wait(label)
         try:
             value = self._mailbox.receive(rank, kind, tag, self.monitor.timeout)
         except TimeoutError as reason:
             raise self.monitor.error(label) from reason
         except ConnectionError as reason:
             raise self._gone(rank, label) from reason
+        self.ledger.waited_since(started)
         self.monitor.waits(None)
         return value
 
@@ -279,10 +286,12 @@ class DirectCollectives(GlooCollectives):
         tensor: Tensor,
         label: str,
     ) -> None:
+        started = self.ledger.wait(label)
         try:
             copy(self._pids[rank], address, tensor)
         except ConnectionError as reason:
             raise self._gone(rank, label) from reason
+        self.ledger.waited_since(started)
 
     @staticmethod
     def _gone(rank: int, label: str) -> RuntimeError:

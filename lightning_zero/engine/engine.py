@@ -19,7 +19,9 @@ from lightning_zero.engine.checks import check_module, same_on_all_ranks
 from lightning_zero.engine.collectives import Collectives
 from lightning_zero.engine.flags import GradientFlags
 from lightning_zero.engine.kinds import OptimizerSharding, combining, needs_whole
+from lightning_zero.engine.ledger import Ledger
 from lightning_zero.engine.numerics import Numerics
+from lightning_zero.engine.observer import Event
 from lightning_zero.engine.optimizer import OwningOptimizer, ShardedOptimizer
 from lightning_zero.engine.ownership import Owners
 from lightning_zero.engine.placement import Placement, StagePlacement, placement_of
@@ -27,6 +29,7 @@ from lightning_zero.engine.probe import Findings, examine
 from lightning_zero.engine.saved import SavedParameters
 from lightning_zero.engine.schedule import Schedule
 from lightning_zero.engine.slot import ParameterSlot
+from lightning_zero.engine.summary import first_line
 from lightning_zero.engine.transport import collectives_for
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.units import UnitPlan, WrapPolicy, plan_buckets, plan_units
@@ -122,7 +125,9 @@ class ZeroEngine:
         # The left-over parameters are used between the other units, so they stay.
         pinned = [u for u, plan in zip(self.units, plans, strict=True) if plan.module is module]
         in_flight = 2 if device.type == "cuda" else 1
-        self.schedule = Schedule(self.units, pinned, prefetch, in_flight, self._first_ranks)
+        self.schedule = Schedule(
+            self.units, pinned, prefetch, in_flight, self._first_ranks, self.ledger
+        )
         self.flags = GradientFlags(self.slots, self.collectives)
         _move_buffers(module, device)
         self._buffers = BufferSync(module, self.collectives, broadcast_buffers)
@@ -158,11 +163,13 @@ class ZeroEngine:
         """
         for sharded in self._optimizers.values():
             sharded.recover()
+        self.ledger.tell(Event.FORWARD)
         self._watch_gradients()
         self._buffers.before_forward(syncs_buffers and not self._in_no_sync)
         self.schedule.begin_pass()
         yield
         self.schedule.end_forward()
+        self.ledger.tell(Event.FORWARD_END)
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
@@ -228,7 +235,13 @@ class ZeroEngine:
         if id(optimizer) not in self._optimizers:
             whole = needs_whole(optimizer, self._sharding)
             found = self._check_whole(optimizer) if whole else Findings()
-            common = (optimizer, self._by_param, self.schedule, self.finish_gradients)
+            common = (
+                optimizer,
+                self._by_param,
+                self.schedule,
+                self.finish_gradients,
+                self.ledger,
+            )
             self._optimizers[id(optimizer)] = (
                 OwningOptimizer(*common, self._owners, self.collectives, found.needs_grads)
                 if whole
@@ -259,6 +272,11 @@ class ZeroEngine:
     def sharded(self, optimizer: optim.Optimizer) -> ShardedOptimizer | None:
         """Return what ``attach`` made of an optimizer, if it did; it outlives ``restore``."""
         return self._optimizers.get(id(optimizer))
+
+    @property
+    def optimizers(self) -> list[ShardedOptimizer]:
+        """What ``attach`` made of the optimizers, in their order."""
+        return list(self._optimizers.values())
 
     def grad_norm(self, params: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
         """Compute the norm of the averaged gradients of ``params`` over all ranks."""
@@ -315,6 +333,11 @@ class ZeroEngine:
 
     # What the module takes
 
+    @property
+    def ledger(self) -> Ledger:
+        """What this rank holds and has done, always up to date."""
+        return self.collectives.ledger
+
     def full_nbytes(self) -> int:
         """Count the bytes of the full parameters, without padding."""
         return sum(slot.numel * slot.unit.dtype.itemsize for slot in self.slots)
@@ -325,14 +348,7 @@ class ZeroEngine:
 
     def summary(self) -> str:
         """Say in one line what was sharded."""
-        numel = sum(slot.numel for slot in self.slots)
-        largest = max((unit.working.flat_nbytes for unit in self.units), default=0)
-        held = sum(buffer.resting_nbytes for unit in self.units for buffer in unit.buffers)
-        return (
-            f"ZeRO stage {self.stage} on {self.collectives.world_size} rank(s): "
-            f"{numel / 1e6:.1f}M parameters in {len(self.units)} units, "
-            f"{held / 1e6:.1f} MB of parameters per rank, largest unit {largest / 1e6:.1f} MB"
-        )
+        return first_line(self)
 
     def _first_ranks(self, numbers: list[int]) -> list[int]:
         told = torch.tensor(numbers, dtype=torch.int64, device=self.collectives.device)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from lightning_zero.engine.collectives import Collectives, Pending
 from lightning_zero.engine.layout import FlatLayout
+from lightning_zero.engine.ledger import Holdings
+from lightning_zero.engine.observer import Event
 
 
 class FlatState(Enum):
@@ -39,6 +41,7 @@ class FlatBuffer:
 
     Attributes:
         state: Starts as working, with values that are still to be filled in.
+        noted: What the ledger knows of it.
         use: Makes the full values present; the schedule replaces it by something that also makes
             room.
     """
@@ -63,6 +66,7 @@ class FlatBuffer:
         self.state = FlatState.WORKING
         self.use: Callable[..., None] = self.gather
         self.renewed: Callable[[], None] = lambda: None
+        self.noted = Holdings()
         self._tag = tag
         self._gathering: Pending | None = None
         self.flat = torch.empty(layout.flat_numel, dtype=dtype, device=collectives.device)
@@ -84,6 +88,12 @@ class FlatBuffer:
         """Bytes that this rank holds between uses."""
         return self.shard_nbytes if self.shards_parameters else self.flat_nbytes
 
+    def holdings(self) -> Holdings:
+        """Count the bytes of the values that are here now."""
+        if self.shards_parameters:
+            return Holdings(parameters=self.shard.nbytes, transient=self._storage.nbytes())
+        return Holdings(parameters=self._storage.nbytes())
+
     @property
     def awaits_gradients(self) -> bool:
         """Whether the backward pass under way still has gradients to report for it."""
@@ -104,6 +114,7 @@ class FlatBuffer:
         """Ask for the full values; ``gather`` waits for them."""
         if self.state is not FlatState.RESTING:
             return
+        self.tell(Event.GATHER)
         if not self.collectives.fills_late:
             self._make_storage()
         self._gathering = self.collectives.gather(
@@ -121,6 +132,7 @@ class FlatBuffer:
         self._gathering.wait()
         self._gathering = None
         self.state = FlatState.WORKING
+        self.tell(Event.GATHER_END)
         self._became_present()
 
     def _became_present(self) -> None:
@@ -129,6 +141,7 @@ class FlatBuffer:
     def _make_storage(self) -> None:
         if self._storage.nbytes() == 0:
             self._storage.resize_(self.flat_nbytes)
+            self.collectives.ledger.note(self)
 
     # Release
 
@@ -160,8 +173,17 @@ class FlatBuffer:
             return False
         if not self._storage.resizable():
             self._renew()
-        self._storage.resize_(0)
+        if self._storage.nbytes():
+            self._storage.resize_(0)
+            self.tell(Event.FREE)
+            self.collectives.ledger.note(self)
         return True
+
+    def tell(self, event: Event) -> None:
+        """Tell whoever watches that something happens to this buffer."""
+        observer = self.collectives.ledger.observer
+        if observer is not None:
+            observer.happened(event, self)
 
     def _know_storage(self) -> None:
         """Note the storage, once all views of the engine's own exist."""

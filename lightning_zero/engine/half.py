@@ -46,6 +46,7 @@ class HalfValues(FlatBuffer):
         self._device_type = unit.flat.device.type
         self._renew_views()
         self._know_storage()
+        self.collectives.ledger.note(self)
         self.shard.copy_(unit.shard)
         self.rest()
         self.free()

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.engine.collectives import Collectives
+from lightning_zero.engine.ledger import Holdings, Ledger, distinct_nbytes
+from lightning_zero.engine.observer import Event
 from lightning_zero.engine.ownership import Loan, Owners
 from lightning_zero.engine.parameter import (
     OwnedElsewhere,
@@ -30,6 +32,9 @@ from lightning_zero.engine.unit import Unit
 _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 """State of torch's elementwise optimizers that is one number per parameter, whatever its shape."""
 
+_RECOUNT = 100
+"""Steps after which state is counted again, though no parameter has come to have some."""
+
 State = dict[str, Any]
 
 
@@ -44,6 +49,11 @@ class ShardedOptimizer:
         slots: What the engine knows of each parameter, by identity.
         schedule: Told to release before the step and which units have changed after it.
         before_step: Called when gradients must be complete.
+        ledger: Told how large the state is.
+
+    Attributes:
+        noted: What the ledger knows of the state.
+        steps: How often it has stepped.
     """
 
     def __init__(
@@ -52,13 +62,19 @@ class ShardedOptimizer:
         slots: Mapping[int, ParameterSlot],
         schedule: Schedule,
         before_step: Callable[[], None],
+        ledger: Ledger,
     ) -> None:
+        self.noted = Holdings()
+        self.steps = 0
+        self._state_nbytes = self._counted = 0
+        self._ledger = ledger
         self.optimizer = optimizer
         self._slots = slots
         self._schedule = schedule
         self._before_step = before_step
         self._shown: list[ParameterSlot] = []
         self._shard_state()
+        self.count_state()
         self._handles = (
             optimizer.register_step_pre_hook(self._pre_step()),
             optimizer.register_step_post_hook(self._post_step()),
@@ -104,6 +120,7 @@ class ShardedOptimizer:
             self.recover()
             self._before_step()
             self._schedule.rest()
+            self._ledger.tell(Event.STEP)
             self.show_parts()
             return args, kwargs
 
@@ -112,8 +129,13 @@ class ShardedOptimizer:
     def _post_step(self) -> Callable[..., None]:
         def hook(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
             if optimizer is self.optimizer and not _is_nested(optimizer):
+                self.steps += 1
+                settled = self.steps > 3 and self.steps % _RECOUNT
+                if not settled or self._counted != len(optimizer.state):
+                    self.count_state()
                 self.keep_parts()
                 self._schedule.changed(self.show_whole())
+                self._ledger.tell(Event.STEP_END)
 
         return hook
 
@@ -171,6 +193,17 @@ class ShardedOptimizer:
 
     # State
 
+    def count_state(self) -> None:
+        """Tell the ledger how many bytes of state there are on this rank."""
+        self._counted = len(self.optimizer.state)
+        leaves = tree_leaves(list(self.optimizer.state.values()))
+        self._state_nbytes = distinct_nbytes(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        self._ledger.note(self)
+
+    def holdings(self) -> Holdings:
+        """Return the bytes of state, as they were counted last."""
+        return Holdings(optimizer=self._state_nbytes)
+
     def _shard_state(self) -> None:
         """Cut state that was made before, of full shape, as Adagrad's is."""
         states = self.optimizer.state
@@ -200,6 +233,7 @@ class ShardedOptimizer:
         state = tree_map(_copied, {**rest, **self._keep(pairs)})
         with _as_masters(slots):
             self.optimizer.load_state_dict({**state_dict, "state": state})
+        self.count_state()
 
     def _keep(self, pairs: Mapping[int, tuple[State, ParameterSlot]]) -> dict[int, State]:
         """Reduce full state to what this rank keeps."""
@@ -223,6 +257,7 @@ class OwningOptimizer(ShardedOptimizer):
         slots: As for ``ShardedOptimizer``.
         schedule: As for ``ShardedOptimizer``.
         before_step: As for ``ShardedOptimizer``.
+        ledger: As for ``ShardedOptimizer``.
         owners: Who owns what; parameters that are new to it get an owner.
         collectives: How the ranks talk.
         hides: Whether to take parameters of other owners out of the groups during a step, since
@@ -235,6 +270,7 @@ class OwningOptimizer(ShardedOptimizer):
         slots: Mapping[int, ParameterSlot],
         schedule: Schedule,
         before_step: Callable[[], None],
+        ledger: Ledger,
         owners: Owners,
         collectives: Collectives,
         hides: bool = False,
@@ -245,7 +281,7 @@ class OwningOptimizer(ShardedOptimizer):
         self._groups: list[dict[str, Any]] | None = None
         self._collectives = collectives
         self._loan = Loan(owners, collectives)
-        super().__init__(optimizer, slots, schedule, before_step)
+        super().__init__(optimizer, slots, schedule, before_step, ledger)
 
     def slots(self) -> list[ParameterSlot]:
         """List the parameters as ``ShardedOptimizer`` does; every one of them has an owner."""
@@ -271,7 +307,9 @@ class OwningOptimizer(ShardedOptimizer):
             group["params"] = params
         if self._groups is not None:
             self.optimizer.param_groups, self._groups = self._groups, None
-        return super().show_whole()
+        units = super().show_whole()
+        self._loan.end()
+        return units
 
     def keep_parts(self) -> None:
         """Send the new values into all shards."""

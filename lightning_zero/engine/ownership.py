@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.collectives import Collectives
 from lightning_zero.engine.layout import Slice
+from lightning_zero.engine.ledger import Holdings
 from lightning_zero.engine.parameter import OwnedElsewhere, set_data, set_local_grad
 from lightning_zero.engine.slot import ParameterSlot
 
@@ -73,9 +74,14 @@ class Loan:
     Args:
         owners: Who owns what.
         collectives: How the ranks talk.
+
+    Attributes:
+        noted: What the ledger knows of it.
     """
 
     def __init__(self, owners: Owners, collectives: Collectives) -> None:
+        self.noted = Holdings()
+        self._nbytes = 0  # of the tensors in full shape
         self._owners = owners
         self._talk = collectives
         self._slots: list[ParameterSlot] = []
@@ -92,6 +98,8 @@ class Loan:
         self._slots = list(slots)
         mine = [slot for slot in slots if self._is_mine(slot)]
         whole = {slot: self._new_values(slot) for slot in mine}
+        self._nbytes = sum(tensor.nbytes for tensors in whole.values() for tensor in tensors)
+        self._talk.ledger.note(self)
         self._exchange(
             lambda slot, rank: self._lent(slot) if self._owners.of(slot) == rank else [],
             lambda slot, rank: (
@@ -119,6 +127,15 @@ class Loan:
             f"new parameters of {label}",
             slots,
         )
+
+    def end(self) -> None:
+        """Note that nothing shows the borrowed tensors any more."""
+        self._nbytes = 0
+        self._talk.ledger.note(self)
+
+    def holdings(self) -> Holdings:
+        """Count the bytes that are borrowed now."""
+        return Holdings(transient=self._nbytes)
 
     def _is_mine(self, slot: ParameterSlot) -> bool:
         return self._owners.of(slot) == self._talk.rank
@@ -168,6 +185,8 @@ class Loan:
         receive = [_buffer_for(pieces, device) for pieces in incoming]
         for buffer, pieces in zip(send, outgoing, strict=True):
             _copy(_places(buffer, pieces), pieces)
+        buffers = sum(buffer.nbytes for buffer in (*send, *receive))
+        self._talk.ledger.passing(Holdings(transient=buffers))
         self._talk.exchange(send, receive, label).wait()
         for buffer, pieces in zip(receive, incoming, strict=True):
             _copy(pieces, _places(buffer, pieces))

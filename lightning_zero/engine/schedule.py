@@ -15,6 +15,8 @@ import torch
 from torch.autograd import Variable
 
 from lightning_zero.engine.flat import FlatBuffer, FlatState
+from lightning_zero.engine.ledger import Ledger
+from lightning_zero.engine.observer import Event
 from lightning_zero.engine.slot import ParameterSlot
 from lightning_zero.engine.unit import Unit
 
@@ -29,6 +31,7 @@ class Schedule:
         prefetch: Whether to gather the next unit of the recorded order early.
         reductions_in_flight: How many reductions may hold their buffers at a time.
         agree_on: Returns rank 0's list on every rank.
+        ledger: Knows who watches.
 
     Attributes:
         blocked: Whether backward passes keep their gradients instead of reducing them.
@@ -43,7 +46,9 @@ class Schedule:
         prefetch: bool,
         reductions_in_flight: int,
         agree_on: Callable[[list[int]], list[int]],
+        ledger: Ledger,
     ) -> None:
+        self._ledger = ledger
         self._units = list(units)
         self._pinned = {unit.working for unit in pinned}
         # A unit with half-precision working values has fp32 ones too, gathered on access.
@@ -227,6 +232,7 @@ class Schedule:
 
     def _begin_backward(self) -> None:
         self._in_backward = True
+        self._ledger.tell(Event.BACKWARD)
         if self._reported:
             return
         with torch._C.DisableTorchFunctionSubclass():
@@ -281,6 +287,7 @@ class Schedule:
             self.complete_round()
         self._in_backward = False
         self.rest()
+        self._ledger.tell(Event.BACKWARD_END)
 
     @contextmanager
     def backward(self) -> Generator[None, None, None]:

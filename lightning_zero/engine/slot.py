@@ -112,6 +112,7 @@ class ParameterSlot:
                 self.shape, self.stride, dtype=self.unit.dtype, device=self.view.device
             ).as_subclass(RestingGrad)
         with torch._C.DisableTorchFunctionSubclass():
+            self.unit.note(passing=face.untyped_storage().nbytes())
             face.untyped_storage().resize_(0)
         face.zero_slot = self
         return face
@@ -144,6 +145,8 @@ class ParameterSlot:
         face, self.grad_face = self.grad_face, None
         if type(face) is RestingGrad and sys.getrefcount(face) == _UNSHARED:
             self.spare_face = face
+        elif face is not None:
+            self.unit.note()
 
     def fill_grad(self, face: RestingGrad) -> None:
         """Give values to every gradient of the unit that was handed out and has none yet."""

@@ -10,9 +10,9 @@ from lightning_zero.engine.collectives import (
     Collectives,
     GlooCollectives,
     LocalCollectives,
-    NcclCollectives,
 )
 from lightning_zero.engine.direct import DirectCollectives, find_peers
+from lightning_zero.engine.nccl import NcclCollectives
 
 
 def collectives_for(

@@ -14,7 +14,9 @@ from lightning_zero.engine.collectives import Collectives, Pending
 from lightning_zero.engine.flat import FlatBuffer, FlatState
 from lightning_zero.engine.half import HalfValues
 from lightning_zero.engine.layout import FlatLayout
+from lightning_zero.engine.ledger import Holdings, distinct_nbytes
 from lightning_zero.engine.numerics import Numerics
+from lightning_zero.engine.observer import Event
 from lightning_zero.engine.parameter import (
     RestingGrad,
     RestingParameter,
@@ -92,12 +94,15 @@ class Unit(FlatBuffer):
         # Replicated gradients stay visible, and autograd adds the next ones onto them in place.
         self._adds_in_place = not self.shards_gradients and self.grad_dtype == dtype
         self._reducing: Pending | None = None
+        self._reducing_nbytes = 0  # of what that holds beside ``grad_flat`` and ``grad_shard``
+        self._filled_faces = False
         self._average: Tensor | None = None
         self._accumulates = False
         self.reads_half = plan.half
         self.half = None
         self._take_over(params, numerics.master_dtype(dtype))
         self._know_storage()
+        collectives.ledger.note(self)
         if self.shards_parameters:
             self.rest()
             self.free()
@@ -129,6 +134,38 @@ class Unit(FlatBuffer):
     @property
     def awaits_gradients(self) -> bool:
         return self.missing > 0
+
+    def holdings(self) -> Holdings:
+        values = super().holdings()
+        gradients = self._gradient_nbytes()
+        if self._filled_faces:
+            faces = [slot.grad_face for slot in self.slots]
+            gradients += distinct_nbytes(faces)
+            self._filled_faces = any(face is not None for face in faces)
+        if self.reads_half:  # the fp32 shard is the master, and working values are in `half`
+            return Holdings(0, values.parameters, gradients, 0, values.transient)
+        masters = self.master.nbytes if self.has_master else 0
+        return Holdings(values.parameters, masters, gradients, 0, values.transient)
+
+    def _gradient_nbytes(self) -> int:
+        flat, shard, average = self.grad_flat, self.grad_shard, self._average
+        nbytes, start, stop = self._reducing_nbytes, 0, 0
+        if flat is not None:
+            start = flat.data_ptr()
+            stop = start + flat.nbytes
+            nbytes += flat.nbytes
+        # At stage 1 both are slices of `flat`.
+        if shard is not None and not start <= shard.data_ptr() < stop:
+            nbytes += shard.nbytes
+        if average is not None and average is not shard:
+            nbytes += 0 if start <= average.data_ptr() < stop else average.nbytes
+        return nbytes
+
+    def note(self, passing: int = 0) -> None:
+        """Tell the ledger what there is now, and of gradients that are gone in a moment."""
+        self.collectives.ledger.note(self)
+        if passing:
+            self.collectives.ledger.passing(Holdings(gradients=passing))
 
     # Set-up and the way back
 
@@ -207,10 +244,13 @@ class Unit(FlatBuffer):
             del slot.param.zero_slot  # type: ignore[attr-defined]
             slot.view = slot.shard = slot.view.new_empty(0)
         self.state = FlatState.RESTING
+        if self.half is not None:
+            self.collectives.ledger.forget(self.half)
         self.grad_flat = self.grad_shard = self.half = None
         # Each storage goes with the last tensor that shares it.
         self.flat = self.shard = self.master = self.flat.new_empty(0)
         self._know_storage()
+        self.note()
 
     def collect_master(self) -> Tensor | None:
         """Return the whole master, flat, on rank 0 and None on the others."""
@@ -306,15 +346,18 @@ class Unit(FlatBuffer):
             self.grad_flat = torch.empty(
                 self.layout.flat_numel, dtype=self.grad_dtype, device=self.flat.device
             )
+            self.note()
         elif not self.shards_gradients:
             self.finish_reduce()
             if self.grad_shard is not None and self.own(self.grad_flat).is_set_to(self.grad_shard):
                 self.grad_shard = self.grad_shard.clone()  # the last average lies in the way
+                self.note()
         return self.grad_flat
 
     def start_reduce(self) -> None:
         """Ask for the average of the gradients; ``finish_reduce`` waits for it."""
         self.finish_reduce()
+        self.tell(Event.REDUCE)
         flat = self._gradient_buffer()
         accumulates = self._make_room_for_average()
         for slot in self.slots:
@@ -326,6 +369,7 @@ class Unit(FlatBuffer):
         base = None
         if self.reduce_dtype != self.grad_dtype:
             flat = flat.to(self.reduce_dtype)
+            self.note(passing=flat.nbytes)
         if not self.shards_gradients and accumulates:
             assert self.grad_shard is not None
             base = self.grad_shard.to(self.reduce_dtype)
@@ -339,6 +383,12 @@ class Unit(FlatBuffer):
         self._average = out
         label = f"reduce of {self.label}"
         self._reducing = self.collectives.reduce(flat, out, label, self.index, base)
+        self._reducing_nbytes = self._reducing.scratch_nbytes
+        if self._reducing.holds:
+            self._reducing_nbytes += 0 if flat is self.grad_flat else flat.nbytes
+            if base is not None and base is not self.grad_shard:
+                self._reducing_nbytes += base.nbytes
+        self.note()
 
     def _room_for_average(self, accumulates: bool) -> Tensor:
         last = self.grad_shard
@@ -363,25 +413,36 @@ class Unit(FlatBuffer):
             return
         reducing, self._reducing = self._reducing, None
         reducing.wait()
+        self._reducing_nbytes = 0
         assert self._average is not None
         if self._accumulates:
             assert self.grad_shard is not None
             self.grad_shard.add_(self._average)
+        elif self._average.dtype == self.grad_dtype:
+            self.grad_shard = self._average
         else:
-            self.grad_shard = self._average.to(self.grad_dtype)
+            narrow = self._average.to(self.grad_dtype)
+            self.note(passing=narrow.nbytes)
+            self.grad_shard = narrow
         self._average = None
+        self.tell(Event.REDUCE_END)
+        self.note()
         for slot in self.slots:
             slot.reduced |= slot.has_grad or slot.param.requires_grad
 
     def widen_grads(self) -> None:
         """Give the average the master's dtype, as the step is about to use it."""
-        if self.grad_shard is not None:
-            self.grad_shard = self.grad_shard.to(self.master.dtype)
+        if self.grad_shard is not None and self.grad_shard.dtype != self.master.dtype:
+            wide = self.grad_shard.to(self.master.dtype)
+            self.note(passing=wide.nbytes)
+            self.grad_shard = wide
+            self.note()
 
     def hold_grad_shard(self) -> None:
         """Make sure that there is a gradient shard to write to."""
         if self.grad_shard is None:
             self.grad_shard = torch.zeros_like(self.master)
+            self.note()
 
     def clear_grads(self) -> None:
         """Forget all gradients."""
@@ -396,11 +457,13 @@ class Unit(FlatBuffer):
         """Free the gradient buffers if they hold nothing, as in a unit that was frozen."""
         if self._reducing is None and not any(slot.local or slot.reduced for slot in self.slots):
             self.grad_flat = self.grad_shard = None
+            self.note()
 
     def fill_grads(self) -> None:
         """Gather the averaged gradients into the tensors that were handed out for them."""
         assert self.grad_shard is not None
         flat = self.grad_shard.new_empty(self.layout.flat_numel)
+        self._filled_faces = True
         label = f"gradients of {self.label}"
         tag = self.index + _GRADIENTS
         self.collectives.gather(flat, self.grad_shard, label, tag).wait()
@@ -413,6 +476,7 @@ class Unit(FlatBuffer):
                 face.__class__ = Tensor  # type: ignore[assignment]
                 with torch.no_grad():
                     face.copy_(slot.in_flat(flat))
+        self.note(passing=flat.nbytes)
 
 
 def _is_dense(param: Tensor) -> bool:

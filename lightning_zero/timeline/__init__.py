@@ -1,0 +1,1 @@
+"""Records one training step on every rank and draws it."""
