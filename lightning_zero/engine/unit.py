@@ -149,16 +149,13 @@ class Unit(FlatBuffer):
 
     def _gradient_nbytes(self) -> int:
         flat, shard, average = self.grad_flat, self.grad_shard, self._average
-        nbytes, start, stop = self._reducing_nbytes, 0, 0
+        nbytes = self._reducing_nbytes
         if flat is not None:
-            start = flat.data_ptr()
-            stop = start + flat.nbytes
             nbytes += flat.nbytes
-        # At stage 1 both are slices of `flat`.
-        if shard is not None and not start <= shard.data_ptr() < stop:
-            nbytes += shard.nbytes
-        if average is not None and average is not shard:
-            nbytes += 0 if start <= average.data_ptr() < stop else average.nbytes
+        # At stage 1 both are slices of `flat`. Told by storage, since the planner's have no address.
+        for part in (shard, None if average is shard else average):
+            if part is not None and not (flat is not None and _share_storage(flat, part)):
+                nbytes += part.nbytes
         return nbytes
 
     def note(self, passing: int = 0) -> None:
