@@ -1,6 +1,6 @@
 """Records the timelines that the documentation shows: 16 transformer blocks on 4 CPU ranks.
 
-    python docs/timelines.py          # all stages, about a minute
+    python docs/timelines.py          # all stages, a few minutes
     python docs/timelines.py 3        # one of them
 
 Written are img/timeline-zero1.png and so on, and img/timeline-zero3.html. Of several recorded steps

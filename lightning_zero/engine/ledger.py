@@ -1,8 +1,8 @@
 """What this rank's engine holds and has done: numbers that are always up to date.
 
 Nothing here is estimated. Whatever holds memory for the engine (a ``Holder``) says how many bytes
-it holds at this moment, read from the storages that exist; the ledger takes over the difference to
-what the holder said last. So the sum cannot drift, whatever happened in between.
+it holds at this moment, read from the tensors and storages that exist; the ledger takes over the
+difference to what the holder said last. So the sum cannot drift, whatever happened in between.
 """
 
 from __future__ import annotations
