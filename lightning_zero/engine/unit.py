@@ -152,7 +152,7 @@ class Unit(FlatBuffer):
         nbytes = self._reducing_nbytes
         if flat is not None:
             nbytes += flat.nbytes
-        # At stage 1 both are slices of `flat`. Told by storage, since the planner's have no address.
+        # At stage 1 both are slices of `flat`; told by storage, as the planner's have no address.
         for part in (shard, None if average is shard else average):
             if part is not None and not (flat is not None and _share_storage(flat, part)):
                 nbytes += part.nbytes
