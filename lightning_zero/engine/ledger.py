@@ -44,6 +44,9 @@ class Holdings(NamedTuple):
         return sum(self)
 
 
+_KINDS = range(len(Holdings._fields))
+
+
 class Holder(Protocol):
     """Something that holds memory for the engine.
 
@@ -66,8 +69,7 @@ class Ledger:
     nor are the buffers that NCCL allocates for itself and what an allocator keeps in reserve.
 
     Attributes:
-        held: Bytes by kind, now.
-        total: Their sum.
+        total: Bytes of all kinds, now.
         peak: The largest total since ``reset_peak``.
         at_peak: Bytes by kind at that moment.
         gathers: Flat buffers whose full values were gathered.
@@ -78,7 +80,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.held = Holdings()
+        self._now = [0] * len(_KINDS)
         self.total = 0
         self.peak = 0
         self.at_peak = Holdings()
@@ -86,6 +88,11 @@ class Ledger:
         self.reductions = 0
         self.waited = 0.0
         self.observer: Observer | None = None
+
+    @property
+    def held(self) -> Holdings:
+        """Bytes by kind, now."""
+        return Holdings(*self._now)
 
     def note(self, holder: Holder) -> None:
         """Take over what a holder holds now; to be called after whatever may have changed it."""
@@ -97,15 +104,20 @@ class Ledger:
 
     def _replace(self, holder: Holder, new: Holdings) -> None:
         old = holder.noted
-        if new != old:
-            holder.noted = new
-            changes = zip(self.held, new, old, strict=True)
-            self.held = Holdings(*[now + after - before for now, after, before in changes])
-            self.total += sum(new) - sum(old)
-            if self.total > self.peak:
-                self.peak, self.at_peak = self.total, self.held
-            if self.observer is not None:
-                self.observer.held(holder, self.held)
+        if new == old:
+            return
+        holder.noted = new
+        now, total = self._now, self.total
+        for kind in _KINDS:
+            change = new[kind] - old[kind]
+            if change:
+                now[kind] += change
+                total += change
+        self.total = total
+        if total > self.peak:
+            self.peak, self.at_peak = total, Holdings(*now)
+        if self.observer is not None:
+            self.observer.held(holder, Holdings(*now))
 
     def tell(self, event: Event) -> None:
         """Tell whoever watches of an event of the whole rank."""

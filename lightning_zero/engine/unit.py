@@ -94,7 +94,7 @@ class Unit(FlatBuffer):
         # Replicated gradients stay visible, and autograd adds the next ones onto them in place.
         self._adds_in_place = not self.shards_gradients and self.grad_dtype == dtype
         self._reducing: Pending | None = None
-        self._being_reduced: tuple[Tensor, ...] = ()  # what that reads
+        self._reducing_nbytes = 0  # of what that holds beside ``grad_flat`` and ``grad_shard``
         self._filled_faces = False
         self._average: Tensor | None = None
         self._accumulates = False
@@ -137,11 +137,7 @@ class Unit(FlatBuffer):
 
     def holdings(self) -> Holdings:
         values = super().holdings()
-        gradients = distinct_nbytes(
-            (self.grad_flat, self.grad_shard, self._average, *self._being_reduced)
-        )
-        if self._reducing is not None:
-            gradients += self._reducing.scratch_nbytes
+        gradients = self._gradient_nbytes()
         if self._filled_faces:
             faces = [slot.grad_face for slot in self.slots]
             gradients += distinct_nbytes(faces)
@@ -150,6 +146,20 @@ class Unit(FlatBuffer):
             return Holdings(0, values.parameters, gradients, 0, values.transient)
         masters = self.master.nbytes if self.has_master else 0
         return Holdings(values.parameters, masters, gradients, 0, values.transient)
+
+    def _gradient_nbytes(self) -> int:
+        flat, shard, average = self.grad_flat, self.grad_shard, self._average
+        nbytes, start, stop = self._reducing_nbytes, 0, 0
+        if flat is not None:
+            start = flat.data_ptr()
+            stop = start + flat.nbytes
+            nbytes += flat.nbytes
+        # At stage 1 both are slices of `flat`.
+        if shard is not None and not start <= shard.data_ptr() < stop:
+            nbytes += shard.nbytes
+        if average is not None and average is not shard:
+            nbytes += 0 if start <= average.data_ptr() < stop else average.nbytes
+        return nbytes
 
     def note(self, passing: int = 0) -> None:
         """Tell the ledger what there is now, and of gradients that are gone in a moment."""
@@ -373,8 +383,11 @@ class Unit(FlatBuffer):
         self._average = out
         label = f"reduce of {self.label}"
         self._reducing = self.collectives.reduce(flat, out, label, self.index, base)
+        self._reducing_nbytes = self._reducing.scratch_nbytes
         if self._reducing.holds:
-            self._being_reduced = (flat,) if base is None else (flat, base)
+            self._reducing_nbytes += 0 if flat is self.grad_flat else flat.nbytes
+            if base is not None and base is not self.grad_shard:
+                self._reducing_nbytes += base.nbytes
         self.note()
 
     def _room_for_average(self, accumulates: bool) -> Tensor:
@@ -400,7 +413,7 @@ class Unit(FlatBuffer):
             return
         reducing, self._reducing = self._reducing, None
         reducing.wait()
-        self._being_reduced = ()
+        self._reducing_nbytes = 0
         assert self._average is not None
         if self._accumulates:
             assert self.grad_shard is not None
