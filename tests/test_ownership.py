@@ -18,8 +18,8 @@ from torch import nn, optim
 
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.kinds import needs_whole
-from lightning_zero.engine.ownership import assign
 from lightning_zero.engine.layout import FlatLayout
+from lightning_zero.engine.ownership import assign
 from lightning_zero.engine.probe import Findings, examine
 from ranks import run_ranks
 
