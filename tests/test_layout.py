@@ -40,6 +40,17 @@ def test_slices_of_all_ranks_partition_every_parameter_in_order(
 
 @given(numels, world_sizes)
 @settings(deadline=None)
+def test_the_holders_of_a_parameter_are_the_ranks_with_a_part_of_it(
+    numels: list[int], world_size: int
+) -> None:
+    layout = FlatLayout(numels, world_size)
+    for index in range(len(numels)):
+        found = [rank for rank in range(world_size) if layout.slice_of(index, rank).numel]
+        assert list(layout.holders_of(index)) == found
+
+
+@given(numels, world_sizes)
+@settings(deadline=None)
 def test_a_slice_is_the_same_elements_in_the_parameter_and_in_the_shard(
     numels: list[int], world_size: int
 ) -> None:

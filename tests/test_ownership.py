@@ -18,6 +18,7 @@ from torch import nn, optim
 
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.kinds import needs_whole
+from lightning_zero.engine.layout import FlatLayout
 from lightning_zero.engine.ownership import assign
 from lightning_zero.engine.probe import Findings, examine
 from ranks import run_ranks
@@ -330,3 +331,31 @@ def test_a_rank_that_owns_nothing_does_not_trouble_the_optimizer() -> None:
             assert torch.equal(net.weight, alone.weight)
 
     run_ranks(body, 2)
+
+
+def test_a_loan_among_many_ranks_looks_at_its_own_parts_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def body(rank: int, world_size: int) -> int:
+        module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(50)])
+        engine = ZeroEngine(module, stage=2, optimizer_sharding="whole")
+        engine.attach(optim.SGD(module.parameters(), lr=0.1))
+        looked = [0]
+        slice_of = FlatLayout.slice_of
+
+        def counting(layout: FlatLayout, index: int, rank: int) -> Any:
+            looked[0] += 1
+            return slice_of(layout, index, rank)
+
+        monkeypatch.setattr(FlatLayout, "slice_of", counting)
+        optimizer = engine.optimizers[0].optimizer
+        for _ in range(2):
+            with engine.forward():
+                loss = module(torch.ones(8)).sum()
+            loss.backward()
+            optimizer.step()
+        engine.restore()
+        return looked[0]
+
+    # Each parameter is cut once, by its owner, into as many parts as there are.
+    assert sum(run_ranks(body, 4)) <= 100 + 4

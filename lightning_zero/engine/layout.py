@@ -76,6 +76,13 @@ class FlatLayout:
         inside = offset + start - shard_start if stop > start else 0
         return Slice(start, stop, inside)
 
+    def holders_of(self, index: int) -> range:
+        """List the ranks whose shards hold a part of parameter ``index``."""
+        offset, numel = self.offsets[index], self.numels[index]
+        if not numel:
+            return range(0)
+        return range(offset // self.shard_numel, (offset + numel - 1) // self.shard_numel + 1)
+
 
 class Box(NamedTuple):
     """A box of a tensor whose elements follow each other in row-major order.

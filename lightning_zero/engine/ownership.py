@@ -11,7 +11,7 @@ second kind for what one exchange per step does.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,7 @@ class Loan:
         self._owners = owners
         self._talk = collectives
         self._slots: list[ParameterSlot] = []
-        self._parts: dict[ParameterSlot, list[Slice]] = {}
+        self._parts: dict[ParameterSlot, list[tuple[int, Slice]]] = {}
 
     @torch.no_grad()
     def take(self, slots: Sequence[ParameterSlot], label: str) -> None:
@@ -104,33 +104,35 @@ class Loan:
         whole = {slot: self._new_values(slot) for slot in mine}
         self._nbytes = sum(tensor.nbytes for tensors in whole.values() for tensor in tensors)
         self._talk.ledger.note(self)
-        self._exchange(
-            lambda slot, rank: self._lent(slot) if self._owners.of(slot) == rank else [],
-            lambda slot, rank: (
-                [self._cut(full, slot, rank) for full in whole[slot]] if slot in whole else []
-            ),
-            f"gradients and parameters for {label}",
-        )
+        lent, borrowed = self._nothing(), self._nothing()
+        for slot in slots:
+            if slot.slice.numel:
+                lent[self._owners.of(slot)] += self._lent(slot)
+            for full in whole.get(slot, []):
+                for rank, piece in self._cut(full, slot):
+                    borrowed[rank].append(piece)
+        self._exchange(lent, borrowed, f"gradients and parameters for {label}")
         for slot in slots:
             if slot not in whole:
                 slot.param.__class__ = OwnedElsewhere
                 continue
-            grad, *borrowed = whole[slot]
+            grad, *master = whole[slot]
             slot.param.__class__ = nn.Parameter  # exactly: kernels and optimizers look at the type
-            set_data(slot.param, borrowed[0] if borrowed else slot.view)
+            set_data(slot.param, master[0] if master else slot.view)
             set_local_grad(slot.param, grad)
 
     @torch.no_grad()
     def give_back(self, label: str) -> None:
         """Send the new values from the owners into the shards."""
         slots, self._slots = self._slots, []
-        whole = {slot: _in_order(slot) for slot in slots if self._is_mine(slot)}
-        self._exchange(
-            lambda slot, rank: [self._cut(whole[slot], slot, rank)] if slot in whole else [],
-            lambda slot, rank: [slot.shard.data] if self._owners.of(slot) == rank else [],
-            f"new parameters of {label}",
-            slots,
-        )
+        given, taken = self._nothing(), self._nothing()
+        for slot in slots:
+            if self._is_mine(slot):
+                for rank, piece in self._cut(_in_order(slot), slot):
+                    given[rank].append(piece)
+            if slot.slice.numel:
+                taken[self._owners.of(slot)].append(slot.shard.data)
+        self._exchange(given, taken, f"new parameters of {label}")
 
     def end(self) -> None:
         """Note that nothing shows the borrowed tensors any more."""
@@ -161,27 +163,27 @@ class Loan:
         grad = slot.in_shard(slot.unit.grad_shard).to(slot.shard.dtype)
         return [grad] if slot.unit.master_is_whole else [grad, slot.shard]
 
-    def _cut(self, full: Tensor, slot: ParameterSlot, rank: int) -> Tensor:
-        """View a rank's part of a full tensor that has the parameter's strides, 1-D."""
+    def _cut(self, full: Tensor, slot: ParameterSlot) -> Iterator[tuple[int, Tensor]]:
+        """View each rank's part of a full tensor that has the parameter's strides, 1-D."""
         if slot not in self._parts:
             index, layout = slot.unit.slots.index(slot), slot.unit.layout
-            ranks = range(self._talk.world_size)
-            self._parts[slot] = [layout.slice_of(index, rank) for rank in ranks]
-        part = self._parts[slot][rank]
-        return full.as_strided((slot.numel,), (1,))[part.start : part.stop]
+            holders = layout.holders_of(index)
+            self._parts[slot] = [(rank, layout.slice_of(index, rank)) for rank in holders]
+        flat = full.as_strided((slot.numel,), (1,))
+        for rank, part in self._parts[slot]:
+            yield rank, flat[part.start : part.stop]
+
+    def _nothing(self) -> list[list[Tensor]]:
+        return [[] for _ in range(self._talk.world_size)]
 
     def _exchange(
-        self,
-        gives: Callable[[ParameterSlot, int], list[Tensor]],
-        takes: Callable[[ParameterSlot, int], list[Tensor]],
-        label: str,
-        slots: Sequence[ParameterSlot] | None = None,
+        self, outgoing: list[list[Tensor]], incoming: list[list[Tensor]], label: str
     ) -> None:
-        """Send each rank what ``gives`` says and copy what comes into what ``takes`` says."""
-        slots = self._slots if slots is None else slots
-        ranks, rank = range(self._talk.world_size), self._talk.rank
-        outgoing = [[piece for slot in slots for piece in gives(slot, to)] for to in ranks]
-        incoming = [[piece for slot in slots for piece in takes(slot, other)] for other in ranks]
+        """Send each rank its pieces, and copy into the others what each rank sends.
+
+        Both are in the order of parameters, so that sender and receiver agree on it.
+        """
+        rank = self._talk.rank
         _copy(incoming[rank], outgoing[rank])  # its own parts need no buffer
         outgoing[rank], incoming[rank] = [], []
         device = self._talk.device
