@@ -187,6 +187,14 @@ def test_every_file_of_the_engine_has_its_place_in_the_list() -> None:
     assert files <= named
 
 
+def test_the_readme_compares_as_the_page_does() -> None:
+    tables = [
+        re.findall(r"^\| strategy \|.*\n(?:\|.*\n)+", path.read_text(), re.M)
+        for path in (ROOT / "README.md", DOCS / "comparison.md")
+    ]
+    assert tables[0] and tables[0][0] == tables[1][0]
+
+
 def test_the_site_has_every_page() -> None:
     listed = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(page.name for page in DOCS.glob("*.md")) == sorted(

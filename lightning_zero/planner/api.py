@@ -293,7 +293,7 @@ def _plan_of_paper(
     marked = mark(rows, memory)
     recommended, reason = recommend(marked, memory, ranks)
     return Plan(
-        model=f"{in_count(params)} parameters",
+        model="A model",
         numel=round(params),
         trainable=round(params),
         optimizers=("Adam",),
