@@ -205,6 +205,8 @@ class Checkpoints:
             skips: Whether this rank gets its values from rank 0 later.
         """
         with self._errors("loading the weights"):
+            read_left(module)  # of on_load_checkpoint
+            skips = skips and not _has_code_after_loading(module)
             with skipping(state) if skips else nullcontext(state) as values:
                 module.load_state_dict(values, strict=strict)
             read_left(module)
@@ -271,6 +273,17 @@ class Checkpoints:
         state, self._rng_in_epoch = self._rng_in_epoch, None
         if state is not None:
             set_rng_state(state, device)
+
+
+def _has_code_after_loading(module: nn.Module) -> bool:
+    """Whether somebody's code may look at weights once they are loaded, to derive other values."""
+    for child in module.modules():
+        if child._load_state_dict_post_hooks:
+            return True
+        for method in (type(child).load_state_dict, type(child)._load_from_state_dict):
+            if method.__module__.split(".")[0] not in ("torch", "torchmetrics"):
+                return True
+    return False
 
 
 def _loaders(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
