@@ -341,6 +341,19 @@ def test_optimizer_state_that_a_hook_renames_is_refused(kind: str, tmp_path: Pat
     assert all("hook of Adam renames the state of" in text for _, text in errors.values())
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_that_the_order_of_an_optimizers_parameters_is_assumed_is_told(
+    named: bool, tmp_path: Path
+) -> None:
+    model = Perceptron()
+    given = list(model.named_parameters()) if named else list(model.parameters())
+    optimizer = torch.optim.Adam(given)
+    content = {"state_dict": dict(model.named_parameters())}
+    torch.save({**content, "optimizer_states": [optimizer.state_dict()]}, tmp_path / "a.ckpt")
+    notes = convert(tmp_path / "a.ckpt", tmp_path / "a", progress=False).notes
+    assert [("order of model.parameters()" in note) for note in notes] == ([] if named else [True])
+
+
 # Names
 
 
@@ -380,3 +393,17 @@ def test_a_checkpoint_that_is_called_like_an_unfinished_one_stays(tmp_path: Path
 
 def test_two_saves_of_one_process_to_one_place_do_not_meet(tmp_path: Path) -> None:
     assert folder.begin(tmp_path / "a") != folder.begin(tmp_path / "a")
+
+
+# Damage
+
+
+@pytest.mark.parametrize("word", ["offsets", "chunks", "relative_path", "state_dict_metadata"])
+def test_a_metadata_file_whose_names_are_damaged_is_said_to_be(word: str, tmp_path: Path) -> None:
+    run_ranks(save, 2, Perceptron, "sharded", tmp_path / "a.ckpt", init=False)
+    file = tmp_path / "a.ckpt" / ".metadata"
+    content = file.read_bytes()
+    assert word.encode() in content
+    file.write_bytes(content.replace(word.encode(), word[:-1].encode() + b"_"))
+    with pytest.raises(ValueError, match=r"\.metadata: refused, truncated or damaged.* has no"):
+        opened(tmp_path / "a.ckpt")

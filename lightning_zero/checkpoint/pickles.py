@@ -235,6 +235,9 @@ class _Record:
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state)
+        for name in type(self).__annotations__:
+            if not hasattr(self, name):
+                raise pickle.UnpicklingError(f"a {type(self).__name__} in it has no {name}")
 
 
 class Metadata(_Record):
@@ -272,6 +275,8 @@ class Properties:
 
     def __setstate__(self, state: Any) -> None:
         self.dtype = state[0]
+        if not isinstance(self.dtype, torch.dtype):
+            raise pickle.UnpicklingError("a tensor in it has no dtype")
 
 
 @dataclass
