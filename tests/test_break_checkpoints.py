@@ -357,6 +357,16 @@ def test_that_the_order_of_an_optimizers_parameters_is_assumed_is_told(
 # Names
 
 
+def test_a_folder_whose_name_begins_with_http_is_no_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("http_runs/a.ckpt")
+    saved = run_ranks(save, 2, Perceptron, "full", path, init=False)[0][0]
+    resumed = run_ranks(fit, 2, Perceptron, "full", Path("b.ckpt"), path, init=False)[0][0]
+    assert all(torch.equal(resumed[name], value) for name, value in saved.items())
+
+
 @pytest.mark.parametrize("swaps", [True, False])
 def test_names_may_be_as_long_as_the_file_system_allows(
     swaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

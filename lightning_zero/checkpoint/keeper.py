@@ -299,7 +299,7 @@ def _ends_in_epoch(checkpoint: Mapping[str, Any]) -> bool:
 
 def _found(path: Any, has_plugin: bool) -> Place | None:
     """Hold a checkpoint that is to be read here; None for what only others understand."""
-    if str(path).startswith("http"):  # Lightning lets torch.hub fetch it
+    if str(path).startswith(("http://", "https://")):  # Lightning lets torch.hub fetch it
         return None
     try:
         local = _place(path)
