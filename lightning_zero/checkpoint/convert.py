@@ -19,7 +19,7 @@ from lightning_zero.checkpoint import folder
 from lightning_zero.checkpoint.entries import TensorEntry, View, entries
 from lightning_zero.checkpoint.formats import open_checkpoint
 from lightning_zero.checkpoint.mappings import odd_mappings
-from lightning_zero.checkpoint.optimizers import by_name, by_number
+from lightning_zero.checkpoint.optimizers import by_name, by_number, has_names
 from lightning_zero.checkpoint.read_sharded import FORMAT, RECORD
 from lightning_zero.checkpoint.write_file import Advance, write_archive, write_safetensors
 from lightning_zero.checkpoint.write_sharded import write_sharded
@@ -208,6 +208,12 @@ class _Job:
         optimizers = [] if self.weights_only else self.view.optimizers
         for number, optimizer in enumerate(optimizers):
             state[f"optimizer_{number}"] = by_name(optimizer, self.weights, where)
+            if not has_names(optimizer):
+                self.notes.append(
+                    f"optimizer {number} has no names: its parameters were taken to be in the "
+                    "order of model.parameters(). If you gave them to it in another order, pass "
+                    "--weights-only"
+                )
         record = {**self.view.record, "format": FORMAT, "mappings": odd_mappings(state)}
         meta = {**_rest(self.view, self.weights_only), RECORD: record}
         self.tree = [state, meta]

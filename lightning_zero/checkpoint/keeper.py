@@ -205,6 +205,8 @@ class Checkpoints:
             skips: Whether this rank gets its values from rank 0 later.
         """
         with self._errors("loading the weights"):
+            read_left(module)  # of on_load_checkpoint
+            skips = skips and not _has_code_after_loading(module)
             with skipping(state) if skips else nullcontext(state) as values:
                 module.load_state_dict(values, strict=strict)
             read_left(module)
@@ -273,6 +275,17 @@ class Checkpoints:
             set_rng_state(state, device)
 
 
+def _has_code_after_loading(module: nn.Module) -> bool:
+    """Whether somebody's code may look at weights once they are loaded, to derive other values."""
+    for child in module.modules():
+        if child._load_state_dict_post_hooks:
+            return True
+        for method in (type(child).load_state_dict, type(child)._load_from_state_dict):
+            if method.__module__.split(".")[0] not in ("torch", "torchmetrics"):
+                return True
+    return False
+
+
 def _loaders(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return where the states of stateful data loaders are, if there are any."""
     found: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
@@ -286,7 +299,7 @@ def _ends_in_epoch(checkpoint: Mapping[str, Any]) -> bool:
 
 def _found(path: Any, has_plugin: bool) -> Place | None:
     """Hold a checkpoint that is to be read here; None for what only others understand."""
-    if str(path).startswith("http"):  # Lightning lets torch.hub fetch it
+    if str(path).startswith(("http://", "https://")):  # Lightning lets torch.hub fetch it
         return None
     try:
         local = _place(path)

@@ -77,12 +77,21 @@ def reordered(
     }
 
 
+def has_names(optimizer: dict[str, Any]) -> bool:
+    """Whether a state dict says which parameters are in the optimizer's groups."""
+    groups = optimizer["param_groups"]
+    numbers = [number for group in groups for number in group["params"]]
+    names = [name for group in groups for name in group.get("param_names", [])]
+    return all(isinstance(number, str) for number in numbers) or len(names) == len(numbers)
+
+
 def by_name(optimizer: dict[str, Any], weights: dict[str, Any], where: str) -> dict[str, Any]:
     """Name the parameters, which a full checkpoint only numbers.
 
     The names are in the groups where the optimizer was given named parameters. Otherwise each
     number is matched with the weights in order, by the shape of its state, and a match that is not
-    the only possible one is refused.
+    the only possible one is refused. That the order is the module's, as ``model.parameters()`` has
+    it, nothing in the file can tell.
     """
     groups = optimizer["param_groups"]
     numbers = [number for group in groups for number in group["params"]]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.checkpoint.entries import Segment, TensorEntry, from_tensor, map_leaves
 from lightning_zero.checkpoint.places import Place
@@ -84,7 +84,14 @@ def read_archive(place: Place, trust: bool = False, inert: str | None = None) ->
         file.seek(0)
         with torch.serialization.safe_globals(allowed):
             tree = _load(file, str(place), trust, "meta")
-    return map_leaves(tree, lambda key, leaf: _placed(leaf, place, 0, f"{place}: {key}"))
+
+    def placed(key: str, leaf: Any) -> Any:
+        if type(leaf) in _PLAIN or isinstance(leaf, Inert):
+            return leaf
+        where = f"{place}: {key}"
+        return (_placed if isinstance(leaf, Tensor) else _filled)(leaf, place, 0, where)
+
+    return map_leaves(tree, placed)
 
 
 def read_slice(file: BinaryIO, segment: Segment, where: str, trust: bool = False) -> Any:
@@ -165,18 +172,58 @@ def _placed(leaf: Any, file: Place, start: int, where: str) -> Any:
     whole = Segment(file, start + at, int(storage.nbytes()))
     first = int(tensor.storage_offset()) * tensor.dtype.itemsize
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-    identity = (whole, first, shape, strides, tensor.dtype)
+    identity = (whole, first, shape, strides, tensor.dtype, tensor.is_conj(), tensor.is_neg())
     nbytes = tensor.numel() * tensor.dtype.itemsize
-    if tensor.is_contiguous():
+    conjugate, negative = tensor.is_conj(), tensor.is_neg()
+    if tensor.is_contiguous() and not (conjugate or negative):
         segments = [Segment(file, whole.start + first, nbytes)]
         return TensorEntry(where, shape, tensor.dtype, identity, lambda: segments)
 
     def load() -> Tensor:
         items = whole.nbytes // tensor.dtype.itemsize
         flat = TensorEntry(where, (items,), tensor.dtype, whole, lambda: [whole]).read()
-        return flat.as_strided(shape, strides, tensor.storage_offset())
+        kept = flat.as_strided(shape, strides, tensor.storage_offset())
+        kept = kept.conj().resolve_conj() if conjugate else kept
+        return -kept if negative else kept
 
     return TensorEntry(where, shape, tensor.dtype, identity, lambda: None, load)
+
+
+_PLAIN = frozenset({str, int, float, bool, bytes, complex, type(None), torch.dtype, torch.device})
+
+
+def _filled(leaf: Any, file: Place, start: int, where: str) -> Any:
+    """Read the tensors inside an object of some class, which nobody else finds there."""
+    tensors: dict[int, Tensor] = {}
+    read: dict[int, Tensor] = {}  # what is there twice stays one
+    body = io.BytesIO()
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> int | None:
+            if not isinstance(obj, Tensor):
+                return None
+            tensors[id(obj)] = obj
+            return id(obj)
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, number: int) -> Tensor:
+            if number not in read:
+                read[number] = _read_like(tensors[number], file, start, where)
+            return read[number]
+
+    try:
+        Pickler(body).dump(leaf)
+    except Exception:  # it came out of a pickle in a way of its own
+        return leaf
+    body.seek(0)
+    return Unpickler(body).load() if tensors else leaf
+
+
+def _read_like(tensor: Tensor, file: Place, start: int, where: str) -> Tensor:
+    read: Tensor = _placed(tensor, file, start, where).read()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(read, tensor.requires_grad)
+    return read.requires_grad_(tensor.requires_grad)
 
 
 # What torch.distributed.checkpoint pickles into `.metadata`, under names of our own: importing its
@@ -188,6 +235,9 @@ class _Record:
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state)
+        for name in type(self).__annotations__:
+            if not hasattr(self, name):
+                raise pickle.UnpicklingError(f"a {type(self).__name__} in it has no {name}")
 
 
 class Metadata(_Record):
@@ -225,6 +275,8 @@ class Properties:
 
     def __setstate__(self, state: Any) -> None:
         self.dtype = state[0]
+        if not isinstance(self.dtype, torch.dtype):
+            raise pickle.UnpicklingError("a tensor in it has no dtype")
 
 
 @dataclass
