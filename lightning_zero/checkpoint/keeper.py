@@ -76,7 +76,11 @@ class Checkpoints:
         return collect(engine, optimizer)
 
     def add_record(
-        self, checkpoint: dict[str, Any], engine: ZeroEngine | None, module: nn.Module
+        self,
+        checkpoint: dict[str, Any],
+        engine: ZeroEngine | None,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
     ) -> None:
         """Note in a checkpoint who writes it, and the random states if it is of a run to resume."""
         from lightning_zero import __version__
@@ -90,6 +94,9 @@ class Checkpoints:
             "world_size": engine.collectives.world_size,
             "aliases": _tied(checkpoint.get("state_dict", {}), aliases(module)),
         }
+        if "optimizer_states" in checkpoint and not self.sharded:  # which has only numbers
+            attached = [engine.sharded(optimizer) for optimizer in optimizers]
+            record["names"] = [sharded and _names_by_group(sharded) for sharded in attached]
         if "loops" in checkpoint and not engine.abandoned:
             mine = [rng_state(engine.collectives.device), _loaders(checkpoint).get(_LOADERS)]
             states = gather(engine.collectives, mine, "random states and loaders")
