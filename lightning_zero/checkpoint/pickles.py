@@ -148,9 +148,9 @@ def _read_legacy(file: BinaryIO, place: Place, trust: bool) -> Any:
 
 
 def _placed(leaf: Any, file: Place, start: int, where: str) -> Any:
-    """Turn a tensor that was loaded to the meta device into an entry; leave others alone."""
+    """Turn a tensor that was loaded to the meta device into an entry; fill those in objects."""
     if not isinstance(leaf, Tensor):
-        return leaf
+        return _filled(leaf, file, start, where)
     if leaf.layout != torch.strided or leaf.is_quantized:
         raise ValueError(f"{where}: {leaf.layout} and quantized tensors cannot be converted")
     if sys.byteorder != "little":
@@ -165,7 +165,8 @@ def _placed(leaf: Any, file: Place, start: int, where: str) -> Any:
     whole = Segment(file, start + at, int(storage.nbytes()))
     first = int(tensor.storage_offset()) * tensor.dtype.itemsize
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-    identity = (whole, first, shape, strides, tensor.dtype)
+    # What has no elements has no place in a file, and is one with nothing else.
+    identity = (whole, first, shape, strides, tensor.dtype) if tensor.numel() else where
     nbytes = tensor.numel() * tensor.dtype.itemsize
     if tensor.is_contiguous():
         segments = [Segment(file, whole.start + first, nbytes)]
@@ -177,6 +178,40 @@ def _placed(leaf: Any, file: Place, start: int, where: str) -> Any:
         return flat.as_strided(shape, strides, tensor.storage_offset())
 
     return TensorEntry(where, shape, tensor.dtype, identity, lambda: None, load)
+
+
+def _filled(leaf: Any, file: Place, start: int, where: str) -> Any:
+    """Read the tensors in an object of some class, such as a module among hyper-parameters."""
+    if isinstance(leaf, (str, bytes, int, float, bool, type(None), type, Inert)):
+        return leaf
+    tensors: list[Tensor] = []
+    body = io.BytesIO()
+    pickler = pickle.Pickler(body)
+
+    def number_of(value: Any) -> int | None:
+        if type(value) not in (Tensor, torch.nn.Parameter):
+            return None
+        tensors.append(value)
+        return len(tensors) - 1
+
+    pickler.persistent_id = number_of  # type: ignore[method-assign]
+    try:
+        pickler.dump(leaf)
+    except Exception:  # it came out of a pickle, and nothing of it goes into one
+        return leaf
+    if not tensors:
+        return leaf
+    read: dict[int, Tensor] = {}
+    for tensor in tensors:
+        if id(tensor) not in read:
+            values = _placed(tensor, file, start, where).read()
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            read[id(tensor)] = torch.nn.Parameter(values) if is_parameter else values
+            read[id(tensor)].requires_grad_(tensor.requires_grad)
+    body.seek(0)
+    unpickler = pickle.Unpickler(body)
+    unpickler.persistent_load = lambda number: read[id(tensors[number])]  # type: ignore[method-assign]
+    return unpickler.load()
 
 
 # What torch.distributed.checkpoint pickles into `.metadata`, under names of our own: importing its
