@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
+from typing import Any
 
+import checkpoints
 import pytest
 import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+from lightning_zero.checkpoint import read_sharded
 from lightning_zero.checkpoint.lazy import LazyTensor, read_left
 from lightning_zero.checkpoint.load import load_lazily
 from lightning_zero.checkpoint.places import place_of
@@ -48,6 +51,27 @@ def test_a_flat_slice_is_read_without_the_rest(lazy: LazyTensor) -> None:
     assert isinstance(part, LazyTensor)
     assert torch.equal(part.clone(), torch.arange(3.0, 7.0))
     assert lazy._kept is None
+
+
+def test_a_slice_opens_only_the_parts_that_hold_some_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = torch.arange(24.0).view(6, 4)
+    folder = checkpoints.write_alone(tmp_path / "folder", {"w": checkpoints.Boxes.cut(full, 6)})
+    lazy = load_lazily(place_of(folder), trust=False).checkpoint["state_dict"]["w"]
+    opened: list[str] = []
+    place = read_sharded.place_slice
+
+    def noted(*args: Any) -> Any:
+        opened.append("")
+        return place(*args)
+
+    monkeypatch.setattr(read_sharded, "place_slice", noted)
+    for start, stop, parts in ((0, 3, 1), (4, 8, 1), (11, 13, 2), (3, 9, 3), (5, 5, 0)):
+        opened.clear()
+        read = torch.zeros(stop - start).copy_(lazy.as_strided((24,), (1,))[start:stop])
+        assert torch.equal(read, full.view(-1)[start:stop]) and len(opened) == parts
+    assert torch.equal(torch.zeros(6, 4).copy_(lazy), full)
 
 
 def test_copies_are_ordinary(lazy: LazyTensor) -> None:
