@@ -33,7 +33,7 @@ examples:
 
 "lightning-zero COMMAND --help" lists what a command takes.
 """
-_HARMLESS = (OSError, ValueError, KeyError, RuntimeError, NotImplementedError)
+_HARMLESS = (OSError, ValueError, KeyError, RuntimeError, NotImplementedError, ImportError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -127,7 +127,7 @@ def _plan(arguments: Sequence[str]) -> int:
         return run(arguments)
     except BrokenPipeError:
         return 1
-    except (*_HARMLESS, TypeError, ImportError) as error:
+    except (*_HARMLESS, TypeError) as error:
         print(f"lightning-zero plan: {error}", file=sys.stderr)
         return 1
 

@@ -266,6 +266,29 @@ def test_shards_have_an_index_as_hugging_face_writes_it(sharded: Path, tmp_path:
     assert_same(load(tmp_path / "back.pt"), checkpoints.weights())
 
 
+def test_shards_may_be_written_over_those_that_are_read(tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(10), "b": torch.full((20,), 1.0), "c": torch.full((20,), 2.0)}
+    torch.save(tensors, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "m.safetensors", max_shard_size=160)
+    index = tmp_path / "m.safetensors.index.json"
+    again = convert(index, tmp_path / "m.safetensors", max_shard_size=100, dtype="bf16", force=True)
+    assert [file.name for file in again.files[:2]] == [
+        "m-00001-of-00002.safetensors",
+        "m-00002-of-00002.safetensors",
+    ]
+    convert(index, tmp_path / "b.pt")
+    expected = {name: t.bfloat16() if name != "a" else t for name, t in tensors.items()}
+    assert_same(load(tmp_path / "b.pt"), expected)
+    assert no_leftovers(tmp_path)
+
+
+def test_empty_tensors_are_not_tied(tmp_path: Path) -> None:
+    tensors = {"a": torch.empty(0), "b": torch.empty(0), "c": torch.ones(2)}
+    torch.save(tensors, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "a.safetensors")
+    assert_same(safetensors.torch.load_file(tmp_path / "a.safetensors"), tensors)
+
+
 def test_one_shard_is_enough_for_a_small_model(sharded: Path, tmp_path: Path) -> None:
     summary = convert(sharded, tmp_path / "model.safetensors", max_shard_size="5GB")
     assert summary.files == [tmp_path / "model.safetensors"]
@@ -394,6 +417,10 @@ def test_the_command_says_what_is_wrong(
     assert main([*words, "--force", "--quiet"]) == 0
     captured = capsys.readouterr()
     assert not captured.out and not captured.err
+    assert main(["convert", str(sharded), "memory://x/a.pt"]) == 1
+    assert "DST is no URL" in capsys.readouterr().err
+    assert main(["inspect", "oci://nowhere/a.ckpt"]) == 1
+    assert capsys.readouterr().err.startswith("lightning-zero inspect: ")
     with pytest.raises(SystemExit) as stopped:
         main(["transmogrify"])
     assert stopped.value.code == 2

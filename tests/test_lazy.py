@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
+from typing import Any
 
+import checkpoints
 import pytest
 import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+from lightning_zero.checkpoint import read_sharded
 from lightning_zero.checkpoint.lazy import LazyTensor, read_left
 from lightning_zero.checkpoint.load import load_lazily
 from lightning_zero.checkpoint.places import place_of
@@ -50,12 +53,44 @@ def test_a_flat_slice_is_read_without_the_rest(lazy: LazyTensor) -> None:
     assert lazy._kept is None
 
 
+def test_a_slice_opens_only_the_parts_that_hold_some_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = torch.arange(24.0).view(6, 4)
+    folder = checkpoints.write_alone(tmp_path / "folder", {"w": checkpoints.Boxes.cut(full, 6)})
+    lazy = load_lazily(place_of(folder), trust=False).checkpoint["state_dict"]["w"]
+    opened: list[str] = []
+    place = read_sharded.place_slice
+
+    def noted(*args: Any) -> Any:
+        opened.append("")
+        return place(*args)
+
+    monkeypatch.setattr(read_sharded, "place_slice", noted)
+    for start, stop, parts in ((0, 3, 1), (4, 8, 1), (11, 13, 2), (3, 9, 3), (5, 5, 0)):
+        opened.clear()
+        read = torch.zeros(stop - start).copy_(lazy.as_strided((24,), (1,))[start:stop])
+        assert torch.equal(read, full.view(-1)[start:stop]) and len(opened) == parts
+    assert torch.equal(torch.zeros(6, 4).copy_(lazy), full)
+
+
 def test_copies_are_ordinary(lazy: LazyTensor) -> None:
     for made in (copy.deepcopy(lazy), pickle.loads(pickle.dumps(lazy)), lazy.clone()):
         assert type(made) is Tensor
         assert torch.equal(made, torch.arange(12.0).view(3, 4))
     assert lazy.tolist()[0] == [0, 1, 2, 3]
     assert lazy.numpy().shape == (3, 4)
+
+
+def test_tensors_in_objects_are_read_with_them(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    module[0].bias = nn.Parameter(module[0].weight[:, 0].detach(), requires_grad=False)
+    saved = {"state_dict": {}, "hyper_parameters": {"net": module, "again": [module[0].weight]}}
+    torch.save(saved, tmp_path / "a.ckpt")
+    loaded = load_lazily(place_of(tmp_path / "a.ckpt"), True).checkpoint["hyper_parameters"]["net"]
+    assert not loaded[0].bias.requires_grad and loaded[0].weight.requires_grad
+    for name, value in module.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)
 
 
 def test_a_module_that_takes_it_as_it_is_gets_an_ordinary_one(tmp_path: Path) -> None:

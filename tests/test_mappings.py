@@ -12,7 +12,7 @@ from test_sharded_checkpoint import Saving, assert_same, fit, read, saves, shard
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.convert import convert
-from lightning_zero.checkpoint.mappings import odd_mappings, with_mappings
+from lightning_zero.checkpoint.mappings import merged, odd_mappings, with_mappings
 from ranks import run_ranks
 
 
@@ -48,6 +48,35 @@ def test_keys_and_what_is_empty_come_back(tree: dict[str, Any]) -> None:
 def test_keys_that_only_code_can_make_stay_strings() -> None:
     tree = {"a": {torch.float32: 1}}
     assert odd_mappings(tree) == {}
+
+
+def test_ranks_may_hold_different_parts_of_a_dict() -> None:
+    parts: list[dict[str, Any]] = [
+        {"a": {}, "b": {1: 5}, "c": [{}], "d": {"x": 1}},
+        {"a": {"x": 1}, "b": {2: 6}, "c": [{"x": 1}], "d": {}},
+        {"a": {}, "b": {"x": 7}, "c": [{}], "d": {}},
+    ]
+    read = {"a": {"x": 1}, "b": {"1": 5, "2": 6, "x": 7}, "c": [{"x": 1}], "d": {"x": 1}}
+    whole = {**read, "b": {1: 5, 2: 6, "x": 7}}
+    assert with_mappings(read, merged(map(odd_mappings, parts))) == whole
+
+
+def test_state_survives_where_some_ranks_own_none(tmp_path: Path) -> None:
+    def body(rank: int, world_size: int) -> None:
+        def make(params: Any) -> torch.optim.Optimizer:
+            return torch.optim.SGD([next(iter(params))], lr=0.1, momentum=0.9)
+
+        for kind in ("full", "sharded"):
+            strategy = sharded(state_dict_type=kind, optimizer_sharding="whole")
+            fit(strategy, saves(tmp_path / kind), make=make)
+
+    run_ranks(body, 2)
+    convert(tmp_path / "sharded", tmp_path / "converted.ckpt", progress=False)
+    full, converted = (
+        torch.load(tmp_path / name)["optimizer_states"] for name in ("full", "converted.ckpt")
+    )
+    assert full[0]["state"]
+    assert_same(in_order(converted), in_order(full))
 
 
 class Nested(torch.optim.Optimizer):

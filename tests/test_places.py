@@ -14,6 +14,7 @@ import fsspec
 import pytest
 import torch
 from modules import assert_same_tensors, quiet_trainer
+from safetensors.torch import save_file
 from test_loading import Elsewhere
 from test_sharded_checkpoint import by_key, fit, hidden, read, saves, sharded
 from torch import Tensor
@@ -248,6 +249,46 @@ def test_what_another_host_has_put_aside_and_never_replaced_comes_back_soon(
     assert path.is_dir() and aside(path).is_dir()  # the new one came in time
 
 
+def test_a_file_elsewhere_that_was_replaced_is_not_read_on(tmp_path: Path) -> None:
+    def put(step: int) -> None:
+        with fsspec.open("memory://places/a.ckpt", "wb") as file:
+            torch.save({"state_dict": {"w": torch.full((3,), step)}, "global_step": step}, file)
+
+    put(1)
+    first = load_lazily(place_of("memory://places/a.ckpt"), False).checkpoint
+    assert first["state_dict"]["w"].tolist() == [1, 1, 1]
+    again = load_lazily(place_of("memory://places/a.ckpt"), False).checkpoint
+    put(2)
+    with pytest.raises(ValueError, match=r"a\.ckpt was replaced while it was read"):
+        again["state_dict"]["w"].tolist()
+
+
+class Remembering(Elsewhere):
+    """Keeps what it has listed, as file systems on a network do."""
+
+    protocol = "remembering"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        return super()._strip_protocol(str(path).removeprefix("remembering://"))
+
+    def info(self, path: str, **settings: Any) -> Any:
+        if path not in self.dircache:
+            self.dircache[path] = super().info(path, **settings)
+        return self.dircache[path]
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.dircache.clear()
+
+
+def test_what_a_file_system_remembers_of_an_old_checkpoint_is_forgotten(tmp_path: Path) -> None:
+    fsspec.register_implementation("remembering", Remembering, clobber=True)
+    for step in (1, 2000):
+        save_file({"w": torch.ones(step)}, tmp_path / "a.safetensors")
+        report = inspect(f"remembering://{tmp_path}/a.safetensors")
+        assert report.whole and report.weights[0].shape == (step,)
+
+
 # What is in a folder beside the checkpoint
 
 
@@ -274,6 +315,22 @@ def test_files_of_others_stay_in_a_folder_that_is_replaced(
     assert (tmp_path / "name" / "notes.txt").read_text() == "mine"
     assert (tmp_path / "name" / "more").is_dir()
     assert hidden(tmp_path) == []
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_files_of_others_stay_in_a_folder_whose_link_is_replaced(
+    swaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not swaps:
+        monkeypatch.setattr(folder, "_exchange", lambda *_: False)
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "notes.txt").write_text("mine")
+    (tmp_path / "last").symlink_to("first")
+    unfinished = folder.begin(tmp_path / "last")
+    unfinished.mkdir()
+    folder.put(unfinished, tmp_path / "last")
+    assert (tmp_path / "first" / "notes.txt").read_text() == "mine"
+    assert not (tmp_path / "last").is_symlink() and hidden(tmp_path) == []
 
 
 def test_a_container_of_the_same_host_does_not_count_as_dead(

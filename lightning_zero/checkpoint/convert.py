@@ -98,8 +98,8 @@ def convert(
     Args:
         source: A folder (sharded, or DeepSpeed's), a ``.ckpt``, ``.pt`` or ``.safetensors`` file,
             or the index of several.
-        destination: Its suffix says what to write: ``.ckpt`` a full checkpoint of Lightning,
-            ``.safetensors`` or ``.pt`` weights, none a sharded folder.
+        destination: A local path. Its suffix says what to write: ``.ckpt`` a full checkpoint of
+            Lightning, ``.safetensors`` or ``.pt`` weights, none a sharded folder.
         dtype: Convert floating-point weights to it, such as ``"bf16"``. Optimizer state stays.
         weights_only: Leave optimizers, schedulers and callbacks out.
         prefix: Take only the weights whose names start with it.
@@ -120,6 +120,8 @@ def convert(
         FileExistsError: If the destination exists, without ``force``.
     """
     began = time.perf_counter()
+    if "://" in str(destination):
+        raise ValueError(f"{destination}: write to a local path, and copy it there: DST is no URL")
     destination = Path(destination)
     target = _target(destination, to)
     _check(target, weights_only, prefix, strip, max_shard_size, layout)
@@ -234,34 +236,35 @@ class _Job:
         kept, ties = self._untie()
         parts = _split(kept, limit)
         if len(parts) == 1:
-            return [self._safetensors(self.destination, kept, ties, advance)]
+            with self._file(self.destination) as temporary:
+                self._safetensors(temporary, kept, ties, advance)
+            return [self.destination]
         stem, files, places = self.destination.stem, [], {}
         index = self.destination.with_name(f"{stem}.safetensors.index.json")
         names = [f"{stem}-{n:05}-of-{len(parts):05}.safetensors" for n in range(1, len(parts) + 1)]
-        for path in (index, *map(self.destination.with_name, names)):
-            self._check_free(path)  # before the first of them is written
-        for name, part in zip(names, parts, strict=True):
-            tied = {alias: first for alias, first in ties.items() if first in part}
-            path = self.destination.with_name(name)
-            files.append(self._safetensors(path, part, tied, advance))
-            places.update(dict.fromkeys(part, name))
         total = sum(entry.nbytes for entry in kept.values())
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2)
-        with self._file(index) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            _sync(file)
+        # All are written before the first is put in its place: the source may be these very files.
+        with contextlib.ExitStack() as written:
+            temporary = written.enter_context(self._file(index))  # put there last
+            for name, part in zip(names, parts, strict=True):
+                tied = {alias: first for alias, first in ties.items() if first in part}
+                files.append(self.destination.with_name(name))
+                path = written.enter_context(self._file(files[-1]))
+                self._safetensors(path, part, tied, advance)
+                places.update(dict.fromkeys(part, name))
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2)
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+                _sync(file)
         return [*files, index]
 
     def _safetensors(
         self, path: Path, weights: dict[str, TensorEntry], ties: dict[str, str], advance: Advance
-    ) -> Path:
-        metadata = {"format": "pt", **ties}
-        with self._file(path) as temporary:
-            with open(temporary, "wb") as file:
-                write_safetensors(weights, metadata, file, advance)
-                _sync(file)
-            self._verify(temporary, {**weights, **{k: weights[v] for k, v in ties.items()}})
-        return path
+    ) -> None:
+        with open(path, "wb") as file:
+            write_safetensors(weights, {"format": "pt", **ties}, file, advance)
+            _sync(file)
+        self._verify(path, {**weights, **{k: weights[v] for k, v in ties.items()}})
 
     def _untie(self) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         """Keep the first of the names that share a tensor; note the others."""

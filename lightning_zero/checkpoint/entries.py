@@ -43,6 +43,8 @@ class TensorEntry:
             its elements are not in that order in the files.
         load: Reads the tensor where ``locate`` returns None.
         stored: The dtype in the files, where it is converted on the way.
+        locate_run: Does as ``locate`` for the ranges that hold some of the elements, from one to
+            before another, and says with which element they start. Without it all are located.
     """
 
     where: str
@@ -52,6 +54,7 @@ class TensorEntry:
     locate: Callable[[], list[Segment] | None]
     load: Callable[[], Tensor] | None = None
     stored: torch.dtype | None = None
+    locate_run: Callable[[int, int], tuple[int, list[Segment]] | None] | None = None
 
     @property
     def numel(self) -> int:
@@ -96,13 +99,16 @@ class TensorEntry:
 
     def read_range(self, start: int, stop: int) -> Tensor:
         """Read the elements from ``start`` to ``stop`` in row-major order, 1-D."""
-        stored = self.stored or self.dtype
-        segments = self.locate() if stop > start else []
-        if segments is None:
+        if stop <= start:
+            return torch.empty(0, dtype=self.dtype)
+        located = self._located(start, stop)
+        if located is None:
             return self._loaded().view(-1)[start:stop].to(self.dtype, copy=True)
+        stored = self.stored or self.dtype
         size = stored.itemsize
-        data = bytearray(max(stop - start, 0) * size)
-        done, at = 0, 0  # bytes read, and where a segment starts in the tensor
+        data = bytearray((stop - start) * size)
+        begin, segments = located
+        done, at = 0, begin * size  # bytes read, and where a segment starts in the tensor
         for segment in segments:
             first = max(start * size - at, 0)
             n = min(segment.nbytes, stop * size - at) - first
@@ -110,9 +116,13 @@ class TensorEntry:
                 _read_into(segment, first, memoryview(data)[done : done + n], self.where)
                 done += n
             at += segment.nbytes
-        if not data:
-            return torch.empty(0, dtype=self.dtype)
         return torch.frombuffer(data, dtype=stored).to(self.dtype)
+
+    def _located(self, start: int, stop: int) -> tuple[int, list[Segment]] | None:
+        if self.locate_run is not None:
+            return self.locate_run(start, stop)
+        segments = self.locate()
+        return None if segments is None else (0, segments)
 
     def _loaded(self) -> Tensor:
         assert self.load is not None

@@ -77,7 +77,7 @@ def put(unfinished: Path, path: Path) -> None:
 
 def _finish_with(old: Path, path: Path) -> None:
     """Delete what was replaced, but for what somebody else has put into its folder."""
-    if old.is_dir() and path.is_dir():
+    if old.is_dir() and not old.is_symlink() and path.is_dir():
         for name in filter(_is_foreign, os.listdir(old)):
             if not os.path.lexists(path / name):
                 (old / name).rename(path / name)

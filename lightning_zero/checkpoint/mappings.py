@@ -5,7 +5,7 @@ It turns keys into strings, and leaves out what is empty (torch 2.13).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 Path = tuple[Any, ...]
@@ -39,8 +39,19 @@ def _is_plain(key: Any) -> bool:
     return all(map(_is_plain, key)) if type(key) is tuple else type(key) in _PLAIN
 
 
+def merged(found: Iterable[Mapping[Path, list[Any]]]) -> dict[Path, list[Any]]:
+    """Join what ``odd_mappings`` found on several ranks, each of which may hold other keys."""
+    keys: dict[Path, dict[Any, None]] = {}
+    for odd in found:
+        for path, mine in odd.items():
+            keys.setdefault(path, {}).update(dict.fromkeys(mine))
+    return {path: list(each) for path, each in keys.items()}
+
+
 def with_mappings(tree: Any, odd: Mapping[Path, list[Any]]) -> Any:
     """Give the dicts of a tree that was read the keys that they had, and put the empty ones back.
+
+    A dict that was empty on one rank, or had no such keys there, may have others of other ranks.
 
     Args:
         tree: Nested dicts and lists; it is changed.
@@ -50,13 +61,16 @@ def with_mappings(tree: Any, odd: Mapping[Path, list[Any]]) -> Any:
         holder = _holder(tree, path)
         if holder is None:
             continue
+        last = path[-1]
         if isinstance(holder, list):
-            holder.extend([None] * (path[-1] + 1 - len(holder)))
-        if not odd[path]:
-            holder[path[-1]] = {}
-            continue
-        read = holder[path[-1]]
-        holder[path[-1]] = {key: read[str(key)] for key in odd[path] if str(key) in read}
+            holder.extend([None] * (last + 1 - len(holder)))
+            read = holder[last] or {}
+        else:
+            read = holder.get(last, {})
+        keys = {str(key): key for key in odd[path] if str(key) in read}
+        holder[last] = {key: read[name] for name, key in keys.items()} | {
+            name: value for name, value in read.items() if name not in keys
+        }
     return tree
 
 

@@ -172,7 +172,9 @@ def _placed(leaf: Any, file: Place, start: int, where: str) -> Any:
     whole = Segment(file, start + at, int(storage.nbytes()))
     first = int(tensor.storage_offset()) * tensor.dtype.itemsize
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-    identity = (whole, first, shape, strides, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    # What has no elements has no place in a file, and is one with nothing else.
+    look = (shape, strides, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    identity = (whole, first, *look) if tensor.numel() else where
     nbytes = tensor.numel() * tensor.dtype.itemsize
     conjugate, negative = tensor.is_conj(), tensor.is_neg()
     if tensor.is_contiguous() and not (conjugate or negative):

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
+_SIGNS = ("size", "created", "mtime", "LastModified", "last_modified", "updated", "ETag", "etag")
+
 
 class Place(ABC):
     """A file or folder of a checkpoint. ``str`` gives what messages call it.
@@ -199,10 +201,13 @@ class _Reader(io.RawIOBase):
 
 
 class _RemotePlace(Place):
-    def __init__(self, system: Any, path: str, url: str) -> None:
+    """Nothing can be held there: a file that is opened again is compared with what it was."""
+
+    def __init__(self, system: Any, path: str, url: str, was: Any = None) -> None:
         self._system = system
         self._path = path
         self._url = url
+        self._was = was
 
     def __str__(self) -> str:
         return self._url
@@ -235,6 +240,8 @@ class _RemotePlace(Place):
         return int(self._system.size(self._path))
 
     def open(self) -> BinaryIO:
+        if self._was is not None and _signs(self._system, self._path) != self._was:
+            raise ValueError(f"{self._url} was replaced while it was read: load it again")
         return cast(BinaryIO, self._system.open(self._path, "rb"))
 
     def names(self) -> list[str]:
@@ -249,7 +256,14 @@ def _local(path: Path) -> _LocalPlace:
 
 
 def _remote(system: Any, path: str, url: str) -> _RemotePlace:
-    place = _RemotePlace(system, path.rstrip("/"), url.rstrip("/"))
+    system.invalidate_cache(path)  # other processes write there too
     if not system.exists(path):
         raise FileNotFoundError(f"{url} does not exist")
-    return place
+    was = _signs(system, path) if system.isfile(path) else None
+    return _RemotePlace(system, path.rstrip("/"), url.rstrip("/"), was)
+
+
+def _signs(system: Any, path: str) -> list[Any]:
+    """List what tells a file from one that replaces it, as far as a file system knows it."""
+    info = system.info(path)
+    return [info.get(key) for key in _SIGNS]

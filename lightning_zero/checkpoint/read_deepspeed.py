@@ -146,7 +146,7 @@ class _Reader:
                 count = max(min(share, numel - rank * share), 0)
                 parts += _cut(flats, start, start + count, where)
         dtype = vectors[0][number].dtype
-        return TensorEntry(where, shape, dtype, (tuple(parts), shape), lambda: parts)
+        return TensorEntry(where, shape, dtype, (tuple(parts) or where, shape), lambda: parts)
 
     def _weights(self) -> dict[str, Any]:
         module: dict[str, Any] = _get(self.models[0], "module", self.folder)
@@ -173,7 +173,8 @@ class _Reader:
         parts = [model["frozen_param_fragments"][name] for model in models]
         where = f"{self.folder}: '{name}'"
         ranges = _cut(parts, 0, math.prod(shape), where)
-        return TensorEntry(where, shape, parts[0].dtype, (tuple(ranges), shape), lambda: ranges)
+        identity = (tuple(ranges) or where, shape)
+        return TensorEntry(where, shape, parts[0].dtype, identity, lambda: ranges)
 
     def _optimizer(self) -> dict[str, Any] | None:
         """Rebuild the optimizer's state dict, keyed by name."""

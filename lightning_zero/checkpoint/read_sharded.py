@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from lightning_zero.checkpoint.entries import Segment, TensorEntry, View, open_h
 from lightning_zero.checkpoint.mappings import with_mappings
 from lightning_zero.checkpoint.pickles import (
     BytesMetadata,
+    Chunk,
     Index,
     Metadata,
     StorageInfo,
@@ -205,21 +206,20 @@ class _Folder:
         def placed(number: int) -> TensorEntry:
             return self._box(name, boxes[number], tuple(kind.chunks[number].sizes), dtype)
 
-        def locate() -> list[Segment] | None:
-            starts = [run_start(shape, tuple(c.offsets), tuple(c.sizes)) for c in kind.chunks]
-            if None in starts:
+        def locate_run(start: int, stop: int) -> tuple[int, list[Segment]] | None:
+            # Opens only the boxes that hold something of it: of many ranks' there are many.
+            runs = _runs(shape, kind.chunks, where)
+            if runs is None:
                 return None
-            order = sorted(
-                (n for n, c in enumerate(kind.chunks) if math.prod(c.sizes)),
-                key=lambda n: starts[n] or 0,
-            )
-            parts = [placed(n).locate() for n in order]
+            held = [run for run in runs if run.start < stop and run.stop > start]
+            parts = [placed(run.number).locate() for run in held]
             if any(part is None for part in parts):
                 return None
-            ends = itertools.accumulate(math.prod(kind.chunks[n].sizes) for n in order)
-            if [starts[n] for n in order[1:]] != list(ends)[:-1]:
-                raise ValueError(f"{where}: its parts overlap: take an older checkpoint")
-            return [segment for part in parts for segment in part or []]
+            return (held[0].start if held else 0), [s for part in parts for s in part or []]
+
+        def locate() -> list[Segment] | None:
+            located = locate_run(0, math.prod(shape))
+            return None if located is None else located[1]
 
         def load() -> Tensor:
             full = torch.empty(shape, dtype=dtype)
@@ -230,7 +230,7 @@ class _Folder:
                 box.copy_(placed(number).read())
             return full
 
-        return TensorEntry(where, shape, dtype, identity, locate, load)
+        return TensorEntry(where, shape, dtype, identity, locate, load, locate_run=locate_run)
 
     def _box(
         self, name: str, segment: Segment, shape: tuple[int, ...], dtype: torch.dtype
@@ -256,6 +256,28 @@ def open_part(segment: Segment, where: str) -> Any:
             f"{segment.start + segment.nbytes}. Copy it again, or take an older checkpoint"
         )
     return file
+
+
+class _Run(NamedTuple):
+    """A box that is one run of a tensor's elements."""
+
+    start: int
+    stop: int
+    number: int
+
+
+def _runs(shape: tuple[int, ...], chunks: list[Chunk], where: str) -> list[_Run] | None:
+    """Put the boxes that are not empty in order; None where one is not a run."""
+    runs = []
+    for number, chunk in enumerate(chunks):
+        start = run_start(shape, tuple(chunk.offsets), tuple(chunk.sizes))
+        if start is None:
+            return None
+        runs.append(_Run(start, start + math.prod(chunk.sizes), number))
+    runs = sorted(run for run in runs if run.start < run.stop)
+    if any(before.stop != after.start for before, after in itertools.pairwise(runs)):
+        raise ValueError(f"{where}: its parts overlap: take an older checkpoint")
+    return runs
 
 
 def run_start(shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]) -> int | None:

@@ -6,7 +6,6 @@ import copy
 import io
 import re
 import threading
-from collections import ChainMap
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.checkpoint.entries import map_leaves
-from lightning_zero.checkpoint.mappings import odd_mappings
+from lightning_zero.checkpoint.mappings import merged, odd_mappings
 from lightning_zero.checkpoint.read_sharded import RECORD
 from lightning_zero.checkpoint.shards import TensorShard
 from lightning_zero.checkpoint.together import Together
@@ -103,7 +102,7 @@ class ShardedSaver:
         mappings = together.gathered(odd_mappings(state))
         with together:
             if together.is_first and RECORD in rest:
-                rest[RECORD] = {**rest[RECORD], "mappings": dict(ChainMap(*mappings))}
+                rest[RECORD] = {**rest[RECORD], "mappings": merged(mappings)}
             meta = _packed(rest) if together.is_first else b""
             if self._asynchronous:
                 state = _copied(state)
