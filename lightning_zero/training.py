@@ -98,6 +98,8 @@ class _Parser(LightningArgumentParser):
         re.MULTILINE,
     )
 
+    _REQUIRED = re.compile(r"are required: (?:fit|validate|test|predict)\.")
+
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error or "JSONARGPARSE_DEBUG" in os.environ:
@@ -106,9 +108,12 @@ class _Parser(LightningArgumentParser):
             # Launchers end the other ranks once one has ended: where all fail, one speaks.
             time.sleep(_HEARING)
         text = self._NOISE.sub("", message + "\n").strip()
+        text = self._REQUIRED.sub("are required: --", text)
         hint = f'"{NAME} --help" shows examples, "{NAME} COMMAND --help" all arguments.'
         if "dot import path string: zero" in text:
             hint = "A name takes no arguments: give the class ZeroStrategy and its stage."
+        elif "invalid strategy name" in text:
+            hint = "The names here are zero1, zero2 and zero3, and those with _spawn and the like."
         sys.stderr.write(f"{NAME}: error: {text}\n{hint}\n")
         raise SystemExit(2)
 

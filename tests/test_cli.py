@@ -236,13 +236,16 @@ def test_an_optimizer_can_be_chosen_by_command(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], ["required", "model"]),
+        ([], ["required: --model"]),
         (["--model=own.Modul"], ["'own.Modul'", "has no attribute"]),
         (["--model=absent.Module"], ["No module named 'absent'"]),
         (["--model=own.Data"], ["own.Data"]),
         (["--model=own.Needy"], ["own.Needy", "required: width"]),
         (["--model=own.Module", "--model.rte=1"], ["'rte' is not accepted"]),
-        (["--model=own.Module", "--trainer.strategy=zero4"], ["strategy='zero4'"]),
+        (
+            ["--model=own.Module", "--trainer.strategy=zero4"],
+            ["strategy='zero4'", "zero1, zero2 and zero3"],
+        ),
         (["--model=own.Module", "--trainer.strategy.stage=4"], ["stage", "[1, 2, 3]"]),
         (["--model=own.Module", "--trainer.strategy.bucket_mb=-1"], ["bucket_mb=-1.0", "positive"]),
         (

@@ -97,6 +97,8 @@ def test_damage_is_found_without_reading_tensors(
     assert not report.whole
     assert any("meta.pt" in problem for problem in report.problems)
     assert any("__1_0.distcp is missing" in problem for problem in report.problems)
+    assert len(report.problems) > 5 and str(report).count("problem: ") == 5
+    assert f"and {len(report.problems) - 5} problems more" in str(report)
     assert main(["inspect", str(torn)]) == 1
     assert "whole        NO" in capsys.readouterr().out
     (torn / ".metadata").unlink()

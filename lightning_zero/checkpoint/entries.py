@@ -268,6 +268,6 @@ def open_holding(file: Place, where: str) -> Any:
         if error.errno is None:  # it says more
             raise
         raise FileNotFoundError(
-            f"{file} is missing, which holds {where}: copy the files of all ranks, or take an "
-            "older checkpoint"
+            f"{file} is missing, which holds {where.removeprefix(f'{file}: ')}: copy the files of "
+            "all ranks, or take an older checkpoint"
         ) from error

@@ -20,6 +20,8 @@ _FORMATS = {
     "safetensors": "weights (safetensors)",
 }
 
+_SHOWN = 5  # problems in the table: a file that is missing is one for each of its tensors
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -92,7 +94,7 @@ class Report:
             "epoch": unknown if self.epoch is None else self.epoch,
             "ranks": unknown if self.world_size is None else self.world_size,
             "stage": unknown if self.stage is None else self.stage,
-            "written by": self.version or unknown,
+            "written by": unknown if self.version is None else _author(self.version),
             "weights": _total(self.weights),
         }
         for number, state in enumerate(self.optimizers):
@@ -100,7 +102,9 @@ class Report:
         heads["also in it"] = ", ".join(self.other) or "nothing"
         width = max(map(len, heads))
         lines = [f"{name:{width}}  {value}" for name, value in heads.items()]
-        lines += [f"problem: {problem}" for problem in self.problems]
+        lines += [f"problem: {problem}" for problem in self.problems[:_SHOWN]]
+        if len(self.problems) > _SHOWN:
+            lines.append(f"and {len(self.problems) - _SHOWN} problems more: --json lists all")
         lines += ["", *_table(self.weights)]
         for number, state in enumerate(self.optimizers):
             lines += ["", f"optimizer {number}", *_table(state)]
@@ -160,6 +164,11 @@ def _problems(view: View) -> list[str]:
             if sizes.get(segment.file, -1) < segment.start + segment.nbytes:
                 problems.append(f"{segment.file} is missing or truncated: {entry.where}")
     return list(dict.fromkeys(problems))
+
+
+def _author(version: str) -> str:
+    """Name what wrote the checkpoint; DeepSpeed's versions come with its name."""
+    return f"lightning_zero {version}" if version[:1].isdigit() else version
 
 
 def _number(value: Any) -> int | None:

@@ -144,7 +144,8 @@ def _match(
     if len(names) != len(numbers) or groups > 1:
         raise ValueError(
             f"{where}: which of the optimizer's numbers is which parameter is not certain "
-            f"({len(numbers)} parameters in {groups} param groups, {len(candidates)} weights). "
+            f"({len(numbers)} parameters in {groups} param group{'s' * (groups != 1)}, "
+            f"{len(candidates)} weights). "
             "Give the optimizer named parameters (model.named_parameters()) when training, or pass "
             "--weights-only"
         )

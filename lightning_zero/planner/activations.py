@@ -122,13 +122,23 @@ def count_activations(
         except Exception as error:
             raise RuntimeError(
                 f"The training step of {type(module).__name__} does not run without values and a "
-                f"Trainer: {type(error).__name__}: {error}\n"
-                "Leave out the batch: the plan is then complete but for activations."
+                f"Trainer, on a batch of {_shapes(batch)}: {type(error).__name__}: {error}\n"
+                "Give the batch as the step takes it. Leave out the batch if the step needs values "
+                "or the Trainer: the plan is then complete but for activations."
             ) from error
         finally:
             if isinstance(module, L.LightningModule):
                 module._trainer = trainer
     return Activations(counter.peak, counter.plain_peak)
+
+
+def _shapes(batch: Any) -> str:
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    words = [
+        f"{'x'.join(map(str, leaf.shape)) or 'scalar'}:{str(leaf.dtype).removeprefix('torch.')}"
+        for leaf in tensors
+    ]
+    return ",".join(words) or "no tensors"
 
 
 def _run(module: nn.Module, inputs: Any, precision: ZeroPrecision) -> None:
