@@ -515,7 +515,7 @@ class ZeroStrategy(DDPStrategy):
     ) -> None:
         assert self.lightning_module is not None
         engine = self._trained or self._engine
-        self._checkpoints.add_record(checkpoint, engine, self.lightning_module)
+        self._checkpoints.add_record(checkpoint, engine, self.lightning_module, self.optimizers)
         path = self.broadcast(filepath)
         if self._checkpoints.sharded:
             if storage_options is not None:

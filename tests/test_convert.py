@@ -105,7 +105,7 @@ def test_a_full_checkpoint_goes_to_a_sharded_folder_and_back(tmp_path: Path) -> 
     convert(full, tmp_path / "folder")
     convert(tmp_path / "folder", tmp_path / "back.ckpt")
     found = load(tmp_path / "back.ckpt")
-    assert found.pop("lightning_zero") == {"format": 1}
+    assert found.pop("lightning_zero")["format"] == 1
     assert_same(found, load(full))
     tied = found["state_dict"]
     assert tied["head.weight"].data_ptr() == tied["embed.weight"].data_ptr()

@@ -49,7 +49,9 @@ def test_a_truncated_ranks_file_is_named(torn: Path, tmp_path: Path) -> None:
 def test_of_a_folder_of_checkpoints_their_names_are_told(torn: Path, tmp_path: Path) -> None:
     checkpoints.write_full(tmp_path / "full.ckpt")
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(ValueError, match=r"not a folder.*name one of those in it: full.ckpt, torn"):
+    with pytest.raises(
+        ValueError, match=r"not a folder.*name one of those in it: full\.ckpt, torn"
+    ):
         convert(tmp_path, tmp_path / "a.pt")
 
 

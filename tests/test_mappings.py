@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from modules import assert_same_tensors
-from test_sharded_checkpoint import Saving, assert_same, fit, saves, sharded
+from test_sharded_checkpoint import Saving, assert_same, fit, read, saves, sharded
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.convert import convert
@@ -139,6 +139,32 @@ def in_order(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: in_order(tree[key]) for key in sorted(tree, key=repr)}
     return [in_order(inner) for inner in tree] if isinstance(tree, list) else tree
+
+
+def backwards(params: Any) -> torch.optim.Optimizer:
+    """Take the parameters in two groups and in an order that is not the module's."""
+    held = list(params)[::-1]
+    return torch.optim.AdamW([{"params": held[:3]}, {"params": held[3:], "lr": 1e-2}])
+
+
+def test_a_full_file_of_ours_says_which_parameter_has_which_number(tmp_path: Path) -> None:
+    def body(rank: int, world_size: int) -> None:
+        for kind in ("full", "sharded"):
+            fit(sharded(2, state_dict_type=kind), saves(tmp_path / kind), make=backwards)
+
+    run_ranks(body, 2)
+    summary = convert(tmp_path / "full", tmp_path / "converted", progress=False)
+    assert summary.notes == []
+    assert_same(
+        in_order(read(tmp_path / "converted")["optimizer_0"]),
+        in_order(read(tmp_path / "sharded")["optimizer_0"]),
+    )
+    convert(tmp_path / "sharded", tmp_path / "again.ckpt", progress=False)
+    convert(tmp_path / "again.ckpt", tmp_path / "back", progress=False)
+    assert_same(
+        in_order(read(tmp_path / "back")["optimizer_0"]),
+        in_order(read(tmp_path / "sharded")["optimizer_0"]),
+    )
 
 
 class Remembers(nn.Module):

@@ -19,7 +19,7 @@ from lightning_zero.checkpoint import folder
 from lightning_zero.checkpoint.entries import TensorEntry, View, entries
 from lightning_zero.checkpoint.formats import open_checkpoint
 from lightning_zero.checkpoint.mappings import odd_mappings
-from lightning_zero.checkpoint.optimizers import by_name, by_number
+from lightning_zero.checkpoint.optimizers import by_name, by_number, names_of
 from lightning_zero.checkpoint.read_sharded import FORMAT, RECORD
 from lightning_zero.checkpoint.write_file import Advance, write_archive, write_safetensors
 from lightning_zero.checkpoint.write_sharded import write_sharded
@@ -208,9 +208,18 @@ class _Job:
         where = str(self.view.path)
         state: dict[str, Any] = {key: self.weights}
         optimizers = [] if self.weights_only else self.view.optimizers
+        record = dict(self.view.record)
+        noted = record.pop("names", [])
         for number, optimizer in enumerate(optimizers):
-            state[f"optimizer_{number}"] = by_name(optimizer, self.weights, where)
-        record = {**self.view.record, "format": FORMAT, "mappings": odd_mappings(state)}
+            names = names_of(optimizer) or dict(enumerate(noted)).get(number)
+            state[f"optimizer_{number}"] = by_name(optimizer, self.weights, where, names)
+            if names is None:
+                self.notes.append(
+                    f"optimizer {number} has no names: its parameters were taken to be in the "
+                    "order of model.parameters(). If you gave them to it in another order, pass "
+                    "--weights-only"
+                )
+        record |= {"format": FORMAT, "mappings": odd_mappings(state)}
         meta = {**_rest(self.view, self.weights_only), RECORD: record}
         self.tree = [state, meta]
         with self._file(self.destination) as temporary:
@@ -326,6 +335,9 @@ def full_checkpoint(view: View, weights: dict[str, Any], weights_only: bool) -> 
     if weights_only or not view.optimizers:
         return checkpoint
     states = [by_number(optimizer) for optimizer in view.optimizers]
+    if RECORD in checkpoint:  # numbers do not tell
+        names = [names_of(optimizer) for optimizer in view.optimizers]
+        checkpoint[RECORD] = {"names": names, **checkpoint[RECORD]}
     return {"lr_schedulers": [], **checkpoint, "optimizer_states": states}
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import glob
+import hashlib
+import itertools
 import os
 import re
 import secrets
@@ -20,6 +22,10 @@ _PREFIX = ".unfinished-"
 _OLD = "-:replaced:-"
 _RENAMING = 5.0  # seconds that two renames in a row may take
 _STALE = 3600  # seconds without a write after which a save counts as abandoned
+_LONGEST = 255  # bytes that a name may have
+_DIGEST = ":sha256:"  # stands before what replaces a name that is too long
+_PROCESS = r"(\d+)-([0-9a-f]{8})(?:\.\d+)?-"
+_counter = itertools.count()
 _TOKEN = secrets.token_hex(4)  # a restarted container may give this process an old one's number
 
 
@@ -36,9 +42,7 @@ def begin(path: Path) -> Path:
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     clean(path.parent)
-    unfinished = path.parent / f"{_PREFIX}{_owner()}-{path.name}"
-    _delete(unfinished)
-    return unfinished
+    return _hidden(path)
 
 
 def put(unfinished: Path, path: Path) -> None:
@@ -59,8 +63,7 @@ def put(unfinished: Path, path: Path) -> None:
         sync(path.parent)
         _finish_with(unfinished, path)
     else:
-        old = path.parent / f"{_PREFIX}{_owner()}{_OLD}{path.name}"
-        _delete(old)
+        old = _hidden(path, _OLD)
         path.rename(old)
         try:
             unfinished.rename(path)
@@ -84,8 +87,7 @@ def _finish_with(old: Path, path: Path) -> None:
 def remove(path: Path) -> None:
     """Delete a checkpoint so that no part of one can be taken for one; a link, not its target."""
     if path.is_dir() and not path.is_symlink():
-        hidden = path.parent / f"{_PREFIX}{_owner()}-{path.name}"
-        _delete(hidden)
+        hidden = _hidden(path)
         path.rename(hidden)
         _delete(hidden)
     else:
@@ -106,7 +108,9 @@ def clean(parent: Path) -> None:
     """Remove what killed saves have left."""
     for path in unfinished_saves(parent):
         _, old, name = path.name.partition(_OLD)
-        if old and not os.path.lexists(parent / name):
+        if name.startswith(_DIGEST) and name not in map(_digest, os.listdir(parent)):
+            continue  # it may be aside, and ``recover`` knows its name
+        if old and not name.startswith(_DIGEST) and not os.path.lexists(parent / name):
             with suppress(FileNotFoundError):  # another rank was faster
                 path.rename(parent / name)  # it was killed while it replaced this one
         else:
@@ -115,10 +119,10 @@ def clean(parent: Path) -> None:
 
 def recover(path: Path) -> None:
     """Put a checkpoint back that was aside when the save that was to replace it was killed."""
-    aside = f"{_PREFIX}*{_OLD}{glob.escape(path.name)}"
+    asides = [f"{_PREFIX}*{_OLD}{glob.escape(n)}" for n in (path.name, _digest(path.name))]
     deadline = time.monotonic() + _RENAMING
     while not os.path.lexists(path):
-        left = list(path.parent.glob(aside))
+        left = [old for aside in asides for old in path.parent.glob(aside)]
         if not left:
             return
         # A host whose processes cannot be seen puts the new one there at once, unless it is dead.
@@ -142,8 +146,15 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def _owner() -> str:
-    return f"{_host()}-{os.getpid()}-{_TOKEN}"
+def _hidden(path: Path, mark: str = "-") -> Path:
+    """Make a name beside ``path`` that nobody else has, not even this process."""
+    owner = f"{_PREFIX}{_host()}-{os.getpid()}-{_TOKEN}.{next(_counter)}{mark}"
+    fits = len(os.fsencode(owner + path.name)) <= _LONGEST
+    return path.parent / (owner + (path.name if fits else _digest(path.name)))
+
+
+def _digest(name: str) -> str:
+    return _DIGEST + hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
 
 
 def _host() -> str:
@@ -163,8 +174,9 @@ def _is_foreign(name: str) -> bool:
 
 
 def _is_abandoned(path: Path) -> bool:
-    pattern = re.escape(f"{_PREFIX}{_host()}-") + rf"(\d+)-(\w{{{len(_TOKEN)}}})-"
-    found = re.match(pattern, path.name)
+    found = re.match(re.escape(f"{_PREFIX}{_host()}-") + _PROCESS, path.name)
+    if found is None and not re.match(rf"{re.escape(_PREFIX)}.+-{_PROCESS}", path.name):
+        return False  # the user has called a checkpoint so
     if found is not None:
         number, token = int(found[1]), found[2]
         if number == os.getpid():

@@ -58,8 +58,7 @@ def optimizer_state(engine: ZeroEngine, sharded: ShardedOptimizer) -> dict[str, 
         The state dict as DDP would save it, numbered by position in the param groups; tensors of
         parameter shape are on the CPU on rank 0 and on the meta device on others.
     """
-    sharded.recover()
-    state_dict = sharded.optimizer.state_dict()
+    state_dict = sharded.state_dict()
     numbers: dict[int, int] = {}
     for number, slot in enumerate(sharded.slots()):
         numbers.setdefault(id(slot), number)

@@ -76,7 +76,11 @@ class Checkpoints:
         return collect(engine, optimizer)
 
     def add_record(
-        self, checkpoint: dict[str, Any], engine: ZeroEngine | None, module: nn.Module
+        self,
+        checkpoint: dict[str, Any],
+        engine: ZeroEngine | None,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
     ) -> None:
         """Note in a checkpoint who writes it, and the random states if it is of a run to resume."""
         from lightning_zero import __version__
@@ -90,6 +94,9 @@ class Checkpoints:
             "world_size": engine.collectives.world_size,
             "aliases": _tied(checkpoint.get("state_dict", {}), aliases(module)),
         }
+        if "optimizer_states" in checkpoint and not self.sharded:  # which has only numbers
+            attached = [engine.sharded(optimizer) for optimizer in optimizers]
+            record["names"] = [sharded and _names_by_group(sharded) for sharded in attached]
         if "loops" in checkpoint and not engine.abandoned:
             mine = [rng_state(engine.collectives.device), _loaders(checkpoint).get(_LOADERS)]
             states = gather(engine.collectives, mine, "random states and loaders")
@@ -205,6 +212,8 @@ class Checkpoints:
             skips: Whether this rank gets its values from rank 0 later.
         """
         with self._errors("loading the weights"):
+            read_left(module)  # of on_load_checkpoint
+            skips = skips and not _has_code_after_loading(module)
             with skipping(state) if skips else nullcontext(state) as values:
                 module.load_state_dict(values, strict=strict)
             read_left(module)
@@ -273,6 +282,17 @@ class Checkpoints:
             set_rng_state(state, device)
 
 
+def _has_code_after_loading(module: nn.Module) -> bool:
+    """Whether somebody's code may look at weights once they are loaded, to derive other values."""
+    for child in module.modules():
+        if child._load_state_dict_post_hooks:
+            return True
+        for method in (type(child).load_state_dict, type(child)._load_from_state_dict):
+            if method.__module__.split(".")[0] not in ("torch", "torchmetrics"):
+                return True
+    return False
+
+
 def _loaders(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return where the states of stateful data loaders are, if there are any."""
     found: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
@@ -286,7 +306,7 @@ def _ends_in_epoch(checkpoint: Mapping[str, Any]) -> bool:
 
 def _found(path: Any, has_plugin: bool) -> Place | None:
     """Hold a checkpoint that is to be read here; None for what only others understand."""
-    if str(path).startswith("http"):  # Lightning lets torch.hub fetch it
+    if str(path).startswith(("http://", "https://")):  # Lightning lets torch.hub fetch it
         return None
     try:
         local = _place(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -60,6 +61,24 @@ class LazyTensor(Tensor):
     def tolist(self) -> Any:
         return self.keep().tolist()
 
+    # What asks for the memory, past the dispatcher, gets that of the values.
+
+    def data_ptr(self) -> int:
+        return self.keep().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.keep().untyped_storage()
+
+    def storage(self) -> Any:
+        return self.keep().storage()  # type: ignore[no-untyped-call]
+
+    def share_memory_(self) -> LazyTensor:
+        self.keep().share_memory_()  # type: ignore[no-untyped-call]
+        return self
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.keep().__dlpack__(*args, **kwargs)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copy: Tensor = memo.setdefault(id(self), self.read().clone())
         return copy
@@ -112,11 +131,34 @@ def _kept(value: Any) -> Any:
 
 
 def read_left(module: nn.Module) -> None:
-    """Replace what a module has taken out of a checkpoint as it was, as metrics do."""
+    """Replace what a module has taken out of a checkpoint as it was, as metrics do.
+
+    Raises:
+        ValueError: If it was taken in a way that leaves no trace of where the values are.
+    """
+    made: dict[int, nn.Parameter] = {}  # tied ones stay one
     for child in module.modules():
+        for name, param in child._parameters.items():
+            if isinstance(param, LazyTensor):
+                if id(param) not in made:
+                    made[id(param)] = nn.Parameter(param.read().clone(), param.requires_grad)
+                child._parameters[name] = made[id(param)]
         for values in (child.__dict__, child._buffers):
             for name, value in values.items():
                 if isinstance(value, LazyTensor):
                     values[name] = value.read().clone()
                 elif type(value) is list:
                     value[:] = [v.read().clone() if isinstance(v, LazyTensor) else v for v in value]
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if _is_hollow(tensor):
+            raise ValueError(
+                f"'{name}' was given values of the checkpoint as {name}.data = ..., and they are "
+                f"still in the file: write {name}.data.copy_(...) or {name} = nn.Parameter(...)"
+            )
+
+
+def _is_hollow(tensor: Tensor) -> bool:
+    """Whether a tensor was made to share the memory of a :class:`LazyTensor`, which has none."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu":
+        return False
+    return tensor.layout == torch.strided and tensor.numel() > 0 and tensor.data_ptr() == 0

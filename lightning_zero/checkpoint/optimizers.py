@@ -77,23 +77,43 @@ def reordered(
     }
 
 
-def by_name(optimizer: dict[str, Any], weights: dict[str, Any], where: str) -> dict[str, Any]:
+def names_of(optimizer: dict[str, Any]) -> list[list[str]] | None:
+    """Return the parameters' names by group; None where a state dict has only numbers."""
+    groups = [
+        group["params"] if _are_names(group["params"]) else group.get("param_names", [])
+        for group in optimizer["param_groups"]
+    ]
+    complete = [*map(len, groups)] == [len(g["params"]) for g in optimizer["param_groups"]]
+    return groups if complete else None
+
+
+def by_name(
+    optimizer: dict[str, Any],
+    weights: dict[str, Any],
+    where: str,
+    names: list[list[str]] | None = None,
+) -> dict[str, Any]:
     """Name the parameters, which a full checkpoint only numbers.
 
-    The names are in the groups where the optimizer was given named parameters. Otherwise each
-    number is matched with the weights in order, by the shape of its state, and a match that is not
-    the only possible one is refused.
+    Args:
+        optimizer: The state dict.
+        weights: Those of the same checkpoint.
+        where: The checkpoint, for messages.
+        names: Names by group. Without them each number is matched with the weights in order, by the
+            shape of its state. That the order is the module's, as ``model.parameters()`` has it,
+            nothing in a file can tell.
+
+    Raises:
+        ValueError: If there are no names, and a match is not the only possible one.
     """
     groups = optimizer["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
-    if all(isinstance(number, str) for number in numbers):
+    if _are_names(numbers):
         return optimizer
-    names: list[str] = []
-    for group in groups:
-        names += group.get("param_names", [])
-    if len(names) != len(numbers):
-        names = _match(optimizer["state"], numbers, weights, where, len(groups))
-    table = dict(zip(numbers, names, strict=True))
+    given = [name for group in names or [] for name in group]
+    if len(given) != len(numbers):
+        given = _match(optimizer["state"], numbers, weights, where, len(groups))
+    table = dict(zip(numbers, given, strict=True))
     return {
         **optimizer,
         "state": {table.get(number, number): state for number, state in optimizer["state"].items()},
@@ -101,6 +121,10 @@ def by_name(optimizer: dict[str, Any], weights: dict[str, Any], where: str) -> d
             {**group, "params": [table[number] for number in group["params"]]} for group in groups
         ],
     }
+
+
+def _are_names(params: list[Any]) -> bool:
+    return all(isinstance(param, str) for param in params)
 
 
 def _match(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.checkpoint.entries import Segment, TensorEntry, from_tensor, map_leaves
 from lightning_zero.checkpoint.places import Place
@@ -84,7 +84,14 @@ def read_archive(place: Place, trust: bool = False, inert: str | None = None) ->
         file.seek(0)
         with torch.serialization.safe_globals(allowed):
             tree = _load(file, str(place), trust, "meta")
-    return map_leaves(tree, lambda key, leaf: _placed(leaf, place, 0, f"{place}: {key}"))
+
+    def placed(key: str, leaf: Any) -> Any:
+        if type(leaf) in _PLAIN or isinstance(leaf, Inert):
+            return leaf
+        where = f"{place}: {key}"
+        return (_placed if isinstance(leaf, Tensor) else _filled)(leaf, place, 0, where)
+
+    return map_leaves(tree, placed)
 
 
 def read_slice(file: BinaryIO, segment: Segment, where: str, trust: bool = False) -> Any:
@@ -148,9 +155,9 @@ def _read_legacy(file: BinaryIO, place: Place, trust: bool) -> Any:
 
 
 def _placed(leaf: Any, file: Place, start: int, where: str) -> Any:
-    """Turn a tensor that was loaded to the meta device into an entry; fill those in objects."""
+    """Turn a tensor that was loaded to the meta device into an entry; leave others alone."""
     if not isinstance(leaf, Tensor):
-        return _filled(leaf, file, start, where)
+        return leaf
     if leaf.layout != torch.strided or leaf.is_quantized:
         raise ValueError(f"{where}: {leaf.layout} and quantized tensors cannot be converted")
     if sys.byteorder != "little":
@@ -158,7 +165,7 @@ def _placed(leaf: Any, file: Place, start: int, where: str) -> Any:
     tensor = leaf.detach()
     storage: Any = tensor.untyped_storage()
     at = getattr(storage, "_checkpoint_offset", None) if tensor.numel() else 0
-    if at is None and type(leaf) not in (Tensor, torch.nn.Parameter):
+    if at is None and type(leaf) not in (Tensor, nn.Parameter):
         raise ValueError(
             f"{where}: a {type(leaf).__name__} has no place of its own in a file, and is not "
             "supported: save its plain values"
@@ -170,53 +177,59 @@ def _placed(leaf: Any, file: Place, start: int, where: str) -> Any:
     whole = Segment(file, start + at, int(storage.nbytes()))
     first = int(tensor.storage_offset()) * tensor.dtype.itemsize
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    marks = (tensor.is_conj(), tensor.is_neg())
     # What has no elements has no place in a file, and is one with nothing else.
-    identity = (whole, first, shape, strides, tensor.dtype) if tensor.numel() else where
+    identity = (whole, first, shape, strides, tensor.dtype, *marks) if tensor.numel() else where
     nbytes = tensor.numel() * tensor.dtype.itemsize
-    if tensor.is_contiguous():
+    if tensor.is_contiguous() and not any(marks):
         segments = [Segment(file, whole.start + first, nbytes)]
         return TensorEntry(where, shape, tensor.dtype, identity, lambda: segments)
 
     def load() -> Tensor:
         items = whole.nbytes // tensor.dtype.itemsize
         flat = TensorEntry(where, (items,), tensor.dtype, whole, lambda: [whole]).read()
-        return flat.as_strided(shape, strides, tensor.storage_offset())
+        kept = flat.as_strided(shape, strides, tensor.storage_offset())
+        kept = kept.conj().resolve_conj() if tensor.is_conj() else kept
+        return -kept if tensor.is_neg() else kept
 
     return TensorEntry(where, shape, tensor.dtype, identity, lambda: None, load)
 
 
+_PLAIN = frozenset({str, int, float, bool, bytes, complex, type(None), torch.dtype, torch.device})
+
+
 def _filled(leaf: Any, file: Place, start: int, where: str) -> Any:
-    """Read the tensors in an object of some class, such as a module among hyper-parameters."""
-    if isinstance(leaf, (str, bytes, int, float, bool, type(None), type, Inert)):
-        return leaf
-    tensors: list[Tensor] = []
+    """Read the tensors inside an object of some class, which nobody else finds there."""
+    tensors: dict[int, Tensor] = {}
+    read: dict[int, Tensor] = {}  # what is there twice stays one
     body = io.BytesIO()
-    pickler = pickle.Pickler(body)
 
-    def number_of(value: Any) -> int | None:
-        if type(value) not in (Tensor, torch.nn.Parameter):
-            return None
-        tensors.append(value)
-        return len(tensors) - 1
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> int | None:
+            if not isinstance(obj, Tensor):
+                return None
+            tensors[id(obj)] = obj
+            return id(obj)
 
-    pickler.persistent_id = number_of  # type: ignore[method-assign]
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, number: int) -> Tensor:
+            if number not in read:
+                read[number] = _read_like(tensors[number], file, start, where)
+            return read[number]
+
     try:
-        pickler.dump(leaf)
-    except Exception:  # it came out of a pickle, and nothing of it goes into one
+        Pickler(body).dump(leaf)
+    except Exception:  # it came out of a pickle in a way of its own
         return leaf
-    if not tensors:
-        return leaf
-    read: dict[int, Tensor] = {}
-    for tensor in tensors:
-        if id(tensor) not in read:
-            values = _placed(tensor, file, start, where).read()
-            is_parameter = isinstance(tensor, torch.nn.Parameter)
-            read[id(tensor)] = torch.nn.Parameter(values) if is_parameter else values
-            read[id(tensor)].requires_grad_(tensor.requires_grad)
     body.seek(0)
-    unpickler = pickle.Unpickler(body)
-    unpickler.persistent_load = lambda number: read[id(tensors[number])]  # type: ignore[method-assign]
-    return unpickler.load()
+    return Unpickler(body).load() if tensors else leaf
+
+
+def _read_like(tensor: Tensor, file: Place, start: int, where: str) -> Tensor:
+    read: Tensor = _placed(tensor, file, start, where).read()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(read, tensor.requires_grad)
+    return read.requires_grad_(tensor.requires_grad)
 
 
 # What torch.distributed.checkpoint pickles into `.metadata`, under names of our own: importing its
@@ -228,6 +241,9 @@ class _Record:
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state)
+        for name in type(self).__annotations__:
+            if not hasattr(self, name):
+                raise pickle.UnpicklingError(f"a {type(self).__name__} in it has no {name}")
 
 
 class Metadata(_Record):
@@ -265,6 +281,8 @@ class Properties:
 
     def __setstate__(self, state: Any) -> None:
         self.dtype = state[0]
+        if not isinstance(self.dtype, torch.dtype):
+            raise pickle.UnpicklingError("a tensor in it has no dtype")
 
 
 @dataclass

@@ -57,11 +57,17 @@ def read_file(path: Place, trust: bool = False) -> View:
         return View(path, "weights", saved, missing=["everything but weights"])
     weights = dict(saved.pop(nested))
     optimizers = list(saved.pop("optimizer_states", []))
-    named = (key for key in saved if isinstance(key, str) and re.fullmatch(r"optimizer_\d+", key))
+    named = [] if optimizers else [key for key in saved if _is_optimizer(key, saved[key])]
     for key in sorted(named, key=lambda key: int(key.split("_")[1])):
         optimizers.append({"state": {}, "param_groups": [], **saved.pop(key)})
     record = dict(saved.get(RECORD) or {})
     return View(path, "lightning", weights, optimizers, saved, record)
+
+
+def _is_optimizer(key: Any, value: Any) -> bool:
+    """Whether an entry is one of those that Lightning's consolidation makes."""
+    named = isinstance(key, str) and re.fullmatch(r"optimizer_\d+", key) is not None
+    return named and isinstance(value, dict) and "param_groups" in value
 
 
 def read_safetensors(path: Place) -> View:

@@ -57,7 +57,9 @@ def read_sharded(path: Place, trust: bool = False) -> View:
             f"{path / METADATA_FILE}: neither 'state_dict' nor 'model' is among its keys "
             f"({', '.join(sorted(map(str, tree))[:8])}): it holds no weights that can be converted"
         )
-    weights = _flat(tree.pop(key))
+    weights = tree.pop(key)
+    if "format" not in record:  # others may nest it; what is nested in ours is a module's own value
+        weights = _flat(weights)
     for alias, name in record.get("aliases", {}).items():
         if name in weights:
             weights[alias] = weights[name]
@@ -144,7 +146,11 @@ class _Folder:
         """Nest all values by the paths that the writer recorded."""
         tree: dict[Any, Any] = {}
         paths = self.metadata.planner_data or {}
-        for name, kind in self.metadata.state_dict_metadata.items():
+        described = self.metadata.state_dict_metadata
+        # The parts of rank 0 come first in it, and paths are in the order of the module's names.
+        names = [*(name for name in paths if name in described), *described]
+        for name in dict.fromkeys(names):
+            kind = described[name]
             if isinstance(kind, TensorMetadata):
                 value: Any = self._entry(name, kind)
             elif isinstance(kind, BytesMetadata):

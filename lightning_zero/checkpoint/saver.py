@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -173,6 +174,11 @@ def _divided(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         state[f"optimizer_{number}"] = optimizer
     for key in list(rest):  # callbacks add more weights
         if any(isinstance(leaf, TensorShard) for leaf in tree_leaves(rest[key])):
+            if key in state or re.fullmatch(r"state_dict|optimizer_\d+", str(key)):
+                raise ValueError(
+                    f"on_save_checkpoint has put weights under '{key}', which a sharded checkpoint "
+                    "uses itself: take another key"
+                )
             state[key] = rest.pop(key)
     return state, rest
 

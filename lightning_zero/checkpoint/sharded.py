@@ -53,8 +53,7 @@ def aliases(module: nn.Module) -> dict[str, str]:
 
 def sharded_optimizer_state(engine: ZeroEngine, sharded: ShardedOptimizer) -> dict[str, Any]:
     """List ``optimizer.state_dict()`` by parameter name, with what this rank has of the state."""
-    sharded.recover()
-    state_dict = sharded.optimizer.state_dict()
+    state_dict = sharded.state_dict()
     slots = sharded.slots()
     states: dict[str, Any] = {}
     for number, slot in enumerate(slots):

@@ -75,6 +75,13 @@ class TensorShard(Tensor):
         copy._start, copy._order, copy._boxes = self._start, self._order, self._boxes
         return copy
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(
+            f"a weight of shape {tuple(self.shape)} is inside a tuple or an object of some class, "
+            "and of it this rank has only a part, which can be saved in dicts and lists alone: put "
+            "it into one, or use state_dict_type='full'"
+        )
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"TensorShard(shape={tuple(self.shape)}, dtype={self.dtype})"
 

@@ -344,13 +344,16 @@ class ZeroEngine:
         """Give masters that are wider than their parameters the precision of a checkpoint.
 
         Args:
-            values: Full values by name, on every rank; others than masters' are ignored.
+            values: Full values by name, on every rank; others than masters' are ignored, and those
+                that a hook of the module has changed on their way into the parameters.
         """
         with torch.no_grad():
             for slot in self.slots:
                 value = values.get(slot.name)
                 if slot.unit.has_master and value is not None:
-                    slot.shard.copy_(slot.cut(value))
+                    wide = slot.cut(value).to(slot.shard)
+                    is_same = wide.to(slot.unit.dtype) == slot.shard
+                    slot.shard.copy_(torch.where(is_same, wide, slot.shard))
 
     def _slots_of(self, params: Iterable[nn.Parameter]) -> list[ParameterSlot]:
         found = []

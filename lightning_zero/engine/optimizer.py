@@ -212,6 +212,27 @@ class ShardedOptimizer:
         for state, slot in pairs:
             states[slot.param] = tree_map(_copied, _cut(state, slot, shaped))
 
+    def state_dict(self) -> State:
+        """Return the optimizer's own state dict: of this rank's parts, by number.
+
+        Raises:
+            ValueError: If a hook has given the state other keys, so that whose it is is not known.
+        """
+        self.recover()
+        state_dict = self.optimizer.state_dict()
+        states, saved = self.optimizer.state, state_dict["state"]
+        slots = self.slots()
+        if all(key in range(len(slots)) for key in saved):
+            return state_dict
+        for number, slot in enumerate(slots):
+            if states.get(slot.param) and number not in saved:
+                raise ValueError(
+                    f"A state_dict hook of {type(self.optimizer).__name__} renames the state of "
+                    f"{slot.name}, of which each rank has only a part: let hooks keep the numbers "
+                    "that torch gives."
+                )
+        return state_dict
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of full shapes, as DDP saves it; keep this rank's part.
 
