@@ -177,11 +177,12 @@ def _placed(leaf: Any, file: Place, start: int, where: str) -> Any:
     whole = Segment(file, start + at, int(storage.nbytes()))
     first = int(tensor.storage_offset()) * tensor.dtype.itemsize
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-    marks = (tensor.is_conj(), tensor.is_neg())
     # What has no elements has no place in a file, and is one with nothing else.
-    identity = (whole, first, shape, strides, tensor.dtype, *marks) if tensor.numel() else where
+    look = (shape, strides, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    identity = (whole, first, *look) if tensor.numel() else where
     nbytes = tensor.numel() * tensor.dtype.itemsize
-    if tensor.is_contiguous() and not any(marks):
+    conjugate, negative = tensor.is_conj(), tensor.is_neg()
+    if tensor.is_contiguous() and not (conjugate or negative):
         segments = [Segment(file, whole.start + first, nbytes)]
         return TensorEntry(where, shape, tensor.dtype, identity, lambda: segments)
 
@@ -189,8 +190,8 @@ def _placed(leaf: Any, file: Place, start: int, where: str) -> Any:
         items = whole.nbytes // tensor.dtype.itemsize
         flat = TensorEntry(where, (items,), tensor.dtype, whole, lambda: [whole]).read()
         kept = flat.as_strided(shape, strides, tensor.storage_offset())
-        kept = kept.conj().resolve_conj() if tensor.is_conj() else kept
-        return -kept if tensor.is_neg() else kept
+        kept = kept.conj().resolve_conj() if conjugate else kept
+        return -kept if negative else kept
 
     return TensorEntry(where, shape, tensor.dtype, identity, lambda: None, load)
 
