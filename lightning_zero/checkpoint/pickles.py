@@ -165,6 +165,11 @@ def _placed(leaf: Any, file: Place, start: int, where: str) -> Any:
     tensor = leaf.detach()
     storage: Any = tensor.untyped_storage()
     at = getattr(storage, "_checkpoint_offset", None) if tensor.numel() else 0
+    if at is None and type(leaf) not in (Tensor, nn.Parameter):
+        raise ValueError(
+            f"{where}: a {type(leaf).__name__} has no place of its own in a file, and is not "
+            "supported: save its plain values"
+        )
     if at is None:
         raise RuntimeError(
             f"torch {torch.__version__} is too old to find tensors in files: update it"
