@@ -551,10 +551,10 @@ class ZeroStrategy(DDPStrategy):
         self._checkpoints.wait()
         path = self.broadcast(checkpoint_path)
         trust = weights_only is False
-        if type(self.checkpoint_io) is TorchCheckpointIO:
-            return self._checkpoints.load(path, trust, plugin=None)
-        load = partial(super().load_checkpoint, weights_only=weights_only)
-        return self._checkpoints.load(path, trust, plugin=load)
+        load = None
+        if self._takes_io:
+            load = partial(super().load_checkpoint, weights_only=weights_only)
+        return self._checkpoints.load(path, trust, load, looks=self.local_rank == 0)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -568,6 +568,7 @@ def test_an_optimizer_that_cannot_be_sharded_is_refused() -> None:
         ({"params": 1e9, "num_nodes": 1.5}, "num_nodes=1.5"),
         ({"params": 1e9, "strategies": "fsdp"}, "'fsdp'"),
         ({"params": 1e9, "device_memory": "much"}, "'much'"),
+        ({"params": 1e9, "device_memory": "80"}, "as 80GB"),
         ({"params": 1e9, "accelerator": "tpu"}, "accelerator='tpu'"),
         ({"module": nn.Linear(2, 2), "params": 1e9}, "not both"),
         ({"module": nn.Linear(2, 2), "precision": "bf17"}, "precision='bf17'"),

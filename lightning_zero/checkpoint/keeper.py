@@ -160,7 +160,11 @@ class Checkpoints:
     # Loading
 
     def load(
-        self, path: Any, trust: bool, plugin: Callable[[Any], dict[str, Any]] | None
+        self,
+        path: Any,
+        trust: bool,
+        plugin: Callable[[Any], dict[str, Any]] | None,
+        looks: bool = True,
     ) -> dict[str, Any]:
         """Open a checkpoint of any kind. Every rank must call it.
 
@@ -168,12 +172,13 @@ class Checkpoints:
             path: The file or folder.
             trust: Whether pickles in it may run code.
             plugin: What loads files instead, if the user has chosen something.
+            looks: Whether this rank looks for all files of a folder; one of each host must.
         """
         self._path, self._names = str(path), []
         with self._errors("opening it"):
             place = _found(path, plugin is not None)
             if place is not None:
-                checkpoint, self._names = load_lazily(place, trust)
+                checkpoint, self._names = load_lazily(place, trust, looks)
             else:
                 load = plugin or functools.partial(
                     _load, map_location="cpu", weights_only=not trust

@@ -29,12 +29,13 @@ class Loaded(NamedTuple):
     names: list[list[list[str]] | None]
 
 
-def load_lazily(path: Place, trust: bool) -> Loaded:
+def load_lazily(path: Place, trust: bool, looks: bool = True) -> Loaded:
     """Open a checkpoint of any kind, and look whether it is whole.
 
     Args:
         path: A Lightning file or a sharded folder.
         trust: Whether pickles in it may run code.
+        looks: Whether to look for the files of all ranks, which one rank of a host does for all.
 
     Raises:
         FileNotFoundError: If it, or a file of it, is missing.
@@ -43,7 +44,8 @@ def load_lazily(path: Place, trust: bool) -> Loaded:
     plain = path.is_file() and path.suffix not in (".safetensors", ".json")
     view = read_file(path, trust) if plain else open_checkpoint(path, trust)
     if view.format == "sharded":
-        check_parts(path)
+        if looks:
+            check_parts(path)
         if view.missing:
             raise FileNotFoundError(
                 f"{path} is not whole, missing {'; '.join(view.missing)}: copy the whole folder, "

@@ -24,7 +24,7 @@ def mark(rows: Sequence[StrategyPlan], device_memory: int | None) -> list[Strate
 def recommend(
     rows: Sequence[StrategyPlan], device_memory: int | None, ranks: int
 ) -> tuple[str | None, str]:
-    """Choose what sends least of what fits, and of equals what holds least.
+    """Choose what sends least of what fits, of equals what holds least, and of those zero2.
 
     Args:
         rows: The strategies, marked.
@@ -40,7 +40,9 @@ def recommend(
         return None, _why_none(rows, device_memory, ranks)
     least = min(row.sent for row in fitting)
     cheap = [row for row in fitting if row.sent <= 1.02 * least]  # padding makes no difference
-    best = min(cheap, key=lambda row: (row.total, rows.index(row)))
+    lightest = 1.01 * min(row.total for row in cheap)
+    light = [row for row in cheap if row.total <= lightest]
+    best = next((row for row in light if row.strategy == "zero2"), light[0])
     return best.strategy, _why(best, cheap, rows, device_memory)
 
 

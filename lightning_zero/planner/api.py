@@ -25,6 +25,9 @@ from lightning_zero.precision import DtypeName, ZeroPrecision
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 """What can be planned, in the order of the table."""
 
+_SMALLEST = 10**6
+"""Bytes under which a device's memory is rather a number whose unit was forgotten."""
+
 _ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
@@ -109,6 +112,10 @@ def plan(
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb={bucket_mb!r} must be a positive number.")
     memory = None if device_memory is None else parse_size(device_memory)
+    if memory is not None and memory < _SMALLEST:
+        raise ValueError(
+            f"device_memory={device_memory!r} is {memory} bytes: give it a unit, as 80GB or 24GiB."
+        )
     if (module is None) == (params is None):
         raise ValueError("plan() needs a module, or params=... for the paper's formulas; not both.")
     ranks = devices * num_nodes

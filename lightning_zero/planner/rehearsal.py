@@ -292,8 +292,6 @@ class _Rehearsal:
 class _Owning:
     """What an optimizer on whole parameters does to memory and traffic, by arithmetic.
 
-    ``Loan`` looks at every part of every parameter on every rank; here only one rank counts.
-
     Attributes:
         slots: Its parameters.
         noted: What the ledger knows of the state.
