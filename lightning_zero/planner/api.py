@@ -11,7 +11,6 @@ from torch import nn
 from lightning_zero.engine.division import Division, divide
 from lightning_zero.engine.kinds import OptimizerSharding
 from lightning_zero.engine.numerics import Cast
-from lightning_zero.engine.summary import in_count
 from lightning_zero.engine.units import WrapPolicy
 from lightning_zero.planner.activations import Activations, count_activations
 from lightning_zero.planner.advice import mark, recommend
