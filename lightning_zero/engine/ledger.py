@@ -152,6 +152,11 @@ class Ledger:
         """Forget the worst moment so far."""
         self.peak, self.at_peak = self.total, self.held
 
+    def recall_peak(self, peak: int, at_peak: Holdings) -> None:
+        """Go back to the worst moment before ``reset_peak``, unless there was a worse one since."""
+        if peak > self.peak:
+            self.peak, self.at_peak = peak, at_peak
+
 
 def distinct_nbytes(tensors: Iterable[Tensor]) -> int:
     """Count the bytes of the storages behind some tensors, each storage once.
