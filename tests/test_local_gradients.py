@@ -107,3 +107,22 @@ def test_gradients_can_be_changed_between_micro_batches(
         return means(module)
 
     assert run_ranks(body, 2) == [[2.25, 2.25]] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_parameter_that_nobody_uses_costs_no_second_set_of_averages(stage: int) -> None:
+    def body(rank: int, world_size: int, *used: int) -> int:
+        module = Branches()
+        engine = ZeroEngine(module, stage=stage, auto_wrap_policy="none")
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        engine.attach(optimizer)
+        for _ in range(3):
+            engine.ledger.reset_peak()
+            with engine.forward():
+                loss = module(torch.ones(1, WIDTH), *used)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return engine.ledger.peak
+
+    assert run_ranks(body, 2, 0) == run_ranks(body, 2, 0, 1)

@@ -437,8 +437,13 @@ class Unit(FlatBuffer):
         for slot in self.slots:
             slot.reduced |= slot.has_grad or slot.param.requires_grad
 
-    def widen_grads(self) -> None:
-        """Give the average the master's dtype, as the step is about to use it."""
+    def complete_grads(self) -> None:
+        """Forget averages of nothing, and give the others the master's dtype for the step.
+
+        To be called when it is known which gradients no rank has.
+        """
+        for slot in self.slots:
+            slot.reduced &= slot.has_grad  # the next backward pass need not add to it
         if self.grad_shard is not None and self.grad_shard.dtype != self.master.dtype:
             wide = self.grad_shard.to(self.master.dtype)
             self.note(passing=wide.nbytes)
