@@ -21,9 +21,10 @@ from test_memory import (
     autocast,
 )
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.engine.ledger import Holdings, Ledger
+from lightning_zero.engine.ledger import Holdings, Ledger, distinct_nbytes
 from lightning_zero.engine.numerics import Numerics
 from ranks import run_ranks
 
@@ -260,3 +261,12 @@ def test_the_peak_is_remembered_with_what_it_was_made_of() -> None:
     assert (ledger.peak, ledger.at_peak) == (2, Holdings(masters=2))
     ledger.forget(other)
     assert ledger.held == Holdings()
+
+
+def test_state_of_unusual_tensors_is_counted_by_what_they_hold() -> None:
+    base = torch.ones(4, 4)
+    assert distinct_nbytes([base, base[1:], base.view(-1)]) == 64
+    assert distinct_nbytes([torch.eye(3).to_sparse()]) == 2 * 3 * 8 + 3 * 4
+    assert distinct_nbytes([torch.eye(3).to_sparse_csr()]) == 0  # rather than an error
+    wrapper = TwoTensor(torch.ones(4), torch.ones(4))  # type: ignore[no-untyped-call]
+    assert distinct_nbytes([wrapper]) == 32

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from lightning_zero import ZeroStrategy, ZeroTimeline
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.ledger import Holdings
 from lightning_zero.engine.observer import Event
 from lightning_zero.engine.summary import in_bytes, in_count, many
 from lightning_zero.timeline import clocks
+from lightning_zero.timeline.record import UnitRecord
 from lightning_zero.timeline.recorder import Recorder
 from ranks import run_ranks
 
@@ -171,6 +173,27 @@ def test_owners_of_whole_parameters_are_named(tmp_path: Path) -> None:
     owners = {owner for unit in data["units"] for *_, owner in unit["params"]}
     assert owners == {0, 1}
     assert all(rank["exchanged"] > 0 for rank in data["ranks"])
+
+
+def test_the_picture_shows_what_owners_keep() -> None:
+    picture = pytest.importorskip("lightning_zero.timeline.picture")
+    unit = UnitRecord("a", "float32", 64, 14, 16, 8, True, (("a.x", 0, 10, 1), ("a.y", 10, 4, 0)))
+    assert picture._kept(unit, 0, "parameters") == picture._kept(unit, 0, "gradients") == [(0, 8)]
+    assert [picture._kept(unit, rank, "optimizer state") for rank in (0, 1)] == [
+        [(10, 4)],
+        [(0, 10)],
+    ]
+
+
+def test_recording_leaves_the_peak_of_the_run_as_it_is() -> None:
+    engine = ZeroEngine(torch.nn.Linear(2, 2))
+    engine.ledger.passing(Holdings(gradients=10**9))
+    before = engine.ledger.peak
+    recorder = Recorder(engine, 0)
+    recorder.start()
+    assert recorder.stop().peak < 10**9
+    assert engine.ledger.peak == before
+    assert engine.ledger.at_peak.gradients >= 10**9
 
 
 def test_half_precision_recomputation_and_accumulation(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ class ZeroEngine:
         self.schedule.finish()
         self.flags.settle()
         for unit in self.units:
-            unit.widen_grads()
+            unit.complete_grads()
 
     def _watch_gradients(self) -> None:
         """Put hooks on parameters that have become trainable."""

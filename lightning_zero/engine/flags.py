@@ -57,7 +57,10 @@ class GradientFlags:
             return
         pending.wait()
         assert self._told is not None
-        if any(slot.reduced and not slot.has_grad for slot in self._slots):
+        # Slots of a reduction that is still under way count too: nobody will ask for them again.
+        if any(
+            not slot.has_grad and (slot.reduced or slot.unit.is_reducing) for slot in self._slots
+        ):
             for slot, flag in zip(self._slots, self._told[:-2].tolist(), strict=True):
                 slot.has_grad |= bool(flag)
         if self._told.device.type == "cpu":

@@ -7,12 +7,14 @@ difference to what the holder said last. So the sum cannot drift, whatever happe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from operator import add
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_zero.engine.observer import Event, Observer
 
@@ -150,11 +152,31 @@ class Ledger:
         """Forget the worst moment so far."""
         self.peak, self.at_peak = self.total, self.held
 
+    def recall_peak(self, peak: int, at_peak: Holdings) -> None:
+        """Go back to the worst moment before ``reset_peak``, unless there was a worse one since."""
+        if peak > self.peak:
+            self.peak, self.at_peak = peak, at_peak
 
-def distinct_nbytes(tensors: Iterable[Tensor | None]) -> int:
-    """Count the bytes of the storages behind some tensors, each storage once."""
+
+def distinct_nbytes(tensors: Iterable[Tensor]) -> int:
+    """Count the bytes of the storages behind some tensors, each storage once.
+
+    Of a tensor that wraps others, as the 8-bit state of torchao does, those others are counted.
+    Layouts that have neither parts nor a storage count as nothing.
+    """
     storages = {
         storage._cdata: storage
-        for storage in (tensor.untyped_storage() for tensor in tensors if tensor is not None)
+        for storage in (part.untyped_storage() for tensor in tensors for part in _parts(tensor))
     }
     return sum(storage.nbytes() for storage in storages.values())
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _parts(getattr(tensor, name))
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout is torch.strided:
+        yield tensor

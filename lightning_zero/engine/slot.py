@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.layout import Slice
-from lightning_zero.engine.parameter import RestingGrad, set_local_grad
+from lightning_zero.engine.parameter import RestingGrad, local_grad, set_local_grad
 
 if TYPE_CHECKING:
     from lightning_zero.engine.half import HalfValues
@@ -43,6 +43,7 @@ class ParameterSlot:
         has_grad: Whether any rank had a gradient; until flags are exchanged, whether this one had.
         grad_face: The tensor that was handed out as its gradient.
         spare_face: One that was handed out before and can be again.
+        face_nbytes: Bytes that were allocated to fill ``grad_face``.
     """
 
     name: str
@@ -62,6 +63,7 @@ class ParameterSlot:
     has_grad: bool = False
     grad_face: Tensor | None = field(default=None, repr=False)
     spare_face: RestingGrad | None = field(default=None, repr=False)
+    face_nbytes: int = 0
 
     @property
     def numel(self) -> int:
@@ -94,13 +96,15 @@ class ParameterSlot:
         return half if half is not None and half.serves(func, self) else None
 
     def read_grad(self) -> Tensor | None:
-        """Hand out the averaged gradient, or None; its values are gathered when they are used."""
+        """Hand out the averaged gradient, or None; its values are gathered when they are used.
+
+        Before any reduction this rank's own gradient is handed out, as by DDP within ``no_sync``.
+        """
         self.unit.finish_reduce()
-        if not self.reduced:
-            return None
-        self.unit.settle()
-        if not self.has_grad:
-            return None
+        if self.reduced:
+            self.unit.settle()
+        if not (self.reduced and self.has_grad):
+            return self._local_grad()
         if self.grad_face is None:
             spare, self.spare_face = self.spare_face, None
             self.grad_face = self._new_face() if spare is None else spare
@@ -117,8 +121,18 @@ class ParameterSlot:
         face.zero_slot = self
         return face
 
+    def _local_grad(self) -> Tensor | None:
+        """View this rank's gradient that no reduction has taken yet, if user code sees that one."""
+        flat = self.unit.grad_flat
+        if flat is None or not self.local or (self.has_grad and local_grad(self.param) is None):
+            return None
+        return self.in_flat(flat)
+
     def write_grad(self, grad: Tensor | None) -> None:
-        """Drop the gradient (None) or replace it by the full average that ``grad`` is."""
+        """Drop the gradient (None) or replace what user code sees of it.
+
+        That is the full average, or this rank's own gradient if no reduction has taken it yet.
+        """
         if grad is not None and grad is self.grad_face:
             return
         if grad is not None and grad.shape != self.shape:
@@ -128,6 +142,11 @@ class ParameterSlot:
             )
         self.unit.finish_reduce()
         self.unit.settle()
+        place = None if grad is None else self._local_grad()
+        if grad is not None and place is not None:
+            with torch.no_grad():
+                place.copy_(grad)
+            return
         set_local_grad(self.param, None)
         self.local = False
         if grad is not None:
@@ -145,8 +164,7 @@ class ParameterSlot:
         face, self.grad_face = self.grad_face, None
         if type(face) is RestingGrad and sys.getrefcount(face) == _UNSHARED:
             self.spare_face = face
-        elif face is not None:
-            self.unit.note()
+        self.unit.forget_face(self)
 
     def fill_grad(self, face: RestingGrad) -> None:
         """Give values to every gradient of the unit that was handed out and has none yet."""

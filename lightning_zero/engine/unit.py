@@ -14,7 +14,7 @@ from lightning_zero.engine.collectives import Collectives, Pending
 from lightning_zero.engine.flat import FlatBuffer, FlatState
 from lightning_zero.engine.half import HalfValues
 from lightning_zero.engine.layout import FlatLayout
-from lightning_zero.engine.ledger import Holdings, distinct_nbytes
+from lightning_zero.engine.ledger import Holdings
 from lightning_zero.engine.numerics import Numerics
 from lightning_zero.engine.observer import Event
 from lightning_zero.engine.parameter import (
@@ -95,7 +95,7 @@ class Unit(FlatBuffer):
         self._adds_in_place = not self.shards_gradients and self.grad_dtype == dtype
         self._reducing: Pending | None = None
         self._reducing_nbytes = 0  # of what that holds beside ``grad_flat`` and ``grad_shard``
-        self._filled_faces = False
+        self._faces_nbytes = 0  # of gradients that user code has read
         self._average: Tensor | None = None
         self._accumulates = False
         self.reads_half = plan.half
@@ -135,13 +135,14 @@ class Unit(FlatBuffer):
     def awaits_gradients(self) -> bool:
         return self.missing > 0
 
+    @property
+    def is_reducing(self) -> bool:
+        """Whether an average of its gradients was asked for and is not present yet."""
+        return self._reducing is not None
+
     def holdings(self) -> Holdings:
         values = super().holdings()
-        gradients = self._gradient_nbytes()
-        if self._filled_faces:
-            faces = [slot.grad_face for slot in self.slots]
-            gradients += distinct_nbytes(faces)
-            self._filled_faces = any(face is not None for face in faces)
+        gradients = self._gradient_nbytes() + self._faces_nbytes
         if self.reads_half:  # the fp32 shard is the master, and working values are in `half`
             return Holdings(0, values.parameters, gradients, 0, values.transient)
         masters = self.master.nbytes if self.has_master else 0
@@ -163,6 +164,13 @@ class Unit(FlatBuffer):
         self.collectives.ledger.note(self)
         if passing:
             self.collectives.ledger.passing(Holdings(gradients=passing))
+
+    def forget_face(self, slot: ParameterSlot) -> None:
+        """Tell the ledger that the gradient handed out for a parameter is given up."""
+        if slot.face_nbytes:
+            self._faces_nbytes -= slot.face_nbytes
+            slot.face_nbytes = 0
+            self.note()
 
     # Set-up and the way back
 
@@ -429,8 +437,13 @@ class Unit(FlatBuffer):
         for slot in self.slots:
             slot.reduced |= slot.has_grad or slot.param.requires_grad
 
-    def widen_grads(self) -> None:
-        """Give the average the master's dtype, as the step is about to use it."""
+    def complete_grads(self) -> None:
+        """Forget averages of nothing, and give the others the master's dtype for the step.
+
+        To be called when it is known which gradients no rank has.
+        """
+        for slot in self.slots:
+            slot.reduced &= slot.has_grad  # the next backward pass need not add to it
         if self.grad_shard is not None and self.grad_shard.dtype != self.master.dtype:
             wide = self.grad_shard.to(self.master.dtype)
             self.note(passing=wide.nbytes)
@@ -450,6 +463,7 @@ class Unit(FlatBuffer):
             set_local_grad(slot.param, None)
             slot.local = slot.reduced = slot.has_grad = False
             slot.grad_face = slot.spare_face = None
+            self.forget_face(slot)
         self.drop_grads()
 
     def drop_grads(self) -> None:
@@ -462,7 +476,6 @@ class Unit(FlatBuffer):
         """Gather the averaged gradients into the tensors that were handed out for them."""
         assert self.grad_shard is not None
         flat = self.grad_shard.new_empty(self.layout.flat_numel)
-        self._filled_faces = True
         label = f"gradients of {self.label}"
         tag = self.index + _GRADIENTS
         self.collectives.gather(flat, self.grad_shard, label, tag).wait()
@@ -475,6 +488,8 @@ class Unit(FlatBuffer):
                 face.__class__ = Tensor  # type: ignore[assignment]
                 with torch.no_grad():
                     face.copy_(slot.in_flat(flat))
+                slot.face_nbytes = face.untyped_storage().nbytes()
+                self._faces_nbytes += slot.face_nbytes
         self.note(passing=flat.nbytes)
 
 

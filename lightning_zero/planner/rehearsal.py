@@ -281,7 +281,7 @@ class _Rehearsal:
     def _finish_gradients(self) -> None:
         self._schedule.finish()
         for unit in self._units:
-            unit.widen_grads()
+            unit.complete_grads()
 
     def _whole_nbytes(self) -> int:
         masters = sum(slot.numel * slot.shard.element_size() for slot in self._slots.values())

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from lightning_zero.engine.summary import in_bytes
-from lightning_zero.timeline.record import ROWS, RankRecord, Row, Timeline
+from lightning_zero.timeline.record import ROWS, RankRecord, Row, Timeline, UnitRecord
 from lightning_zero.timeline.words import explanation, headline
 
 COLORS = {
@@ -247,11 +247,10 @@ def _draw_keeps(axis: Any, timeline: Timeline) -> None:
             axis.add_patch(_box(left, -place - 0.4, 1, 0.8, "#f0f2f5"))
             before = 0
             for unit in timeline.units:
-                first, numel = (
-                    (rank * unit.shard_numel, unit.shard_numel) if sharded else (0, unit.flat_numel)
-                )
-                start = left + (before + first) / total
-                axis.add_patch(_box(start, -place - 0.4, numel / total, 0.8, color))
+                kept = _kept(unit, rank, name) if sharded else [(0, unit.flat_numel)]
+                for first, numel in kept:
+                    start = left + (before + first) / total
+                    axis.add_patch(_box(start, -place - 0.4, numel / total, 0.8, color))
                 before += unit.flat_numel
     axis.set_yticks([-place for place in range(len(shown))], [f"rank {rank}" for rank in shown])
     axis.set_xticks([])
@@ -260,6 +259,13 @@ def _draw_keeps(axis: Any, timeline: Timeline) -> None:
     axis.tick_params(colors=_SOFT, length=0)
     for spine in axis.spines.values():
         spine.set_visible(False)
+
+
+def _kept(unit: UnitRecord, rank: int, what: str) -> list[tuple[int, int]]:
+    """List what a rank keeps of a unit: first element and number of elements of each part."""
+    if what == "optimizer state" and any(owner >= 0 for *_, owner in unit.params):
+        return [(first, numel) for _, first, numel, owner in unit.params if owner == rank]
+    return [(rank * unit.shard_numel, unit.shard_numel)]
 
 
 def _box(x: float, y: float, width: float, height: float, color: str) -> Any:

@@ -54,6 +54,7 @@ class Recorder:
         self._handles: list[Any] = []
         self._units = {id(buffer): unit for unit in engine.units for buffer in unit.buffers}
         self._record = RankRecord(rank)
+        self._peak_before = 0, Holdings()
 
     # The observer
 
@@ -99,20 +100,22 @@ class Recorder:
             for buffer in unit.buffers
             if buffer.shards_parameters and buffer.state is FlatState.WORKING
         }
-        self._engine.ledger.reset_peak()
+        ledger = self._engine.ledger
+        self._peak_before = ledger.peak, ledger.at_peak  # of the whole run, which goes on
+        ledger.reset_peak()
         for unit in self._engine.units:
-            self.held(unit, self._engine.ledger.held)
-        self._engine.ledger.observer = self
+            self.held(unit, ledger.held)
+        ledger.observer = self
         for name, module in _modules(self._engine):
             self._watch(name, module)
 
     def stop(self) -> RankRecord:
         """Stop recording, also what it did to modules; return what happened."""
+        record, ledger = self._record, self._engine.ledger
+        record.peak = ledger.peak
         self.give_up()
         self._synchronize()
-        record, ledger = self._record, self._engine.ledger
         record.end = perf_counter()
-        record.peak = ledger.peak
         now, before = self._engine.collectives.traffic, self._traffic
         record.gathered = now.gather - before.gather
         record.reduced = now.reduce - before.reduce
@@ -129,6 +132,7 @@ class Recorder:
     def give_up(self) -> None:
         """Stop watching, whatever has been recorded."""
         self._engine.ledger.observer = None
+        self._engine.ledger.recall_peak(*self._peak_before)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
