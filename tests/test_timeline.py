@@ -175,6 +175,23 @@ def test_owners_of_whole_parameters_are_named(tmp_path: Path) -> None:
     assert all(rank["exchanged"] > 0 for rank in data["ranks"])
 
 
+def test_what_would_be_held_unsharded_is_the_same_whoever_owns_how_much() -> None:
+    def body(rank: int, world_size: int) -> int | None:
+        large, small = torch.nn.Linear(8, 1024, bias=False), torch.nn.Linear(1024, 1, bias=False)
+        engine = ZeroEngine(torch.nn.Sequential(large, small), stage=2, optimizer_sharding="whole")
+        optimizer = torch.optim.Adam(engine.module.parameters())
+        engine.attach(optimizer)
+        recorder = Recorder(engine, rank)
+        recorder.start()
+        engine.module(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        timeline = ZeroTimeline()._collect(engine, recorder.stop())
+        return None if timeline is None else timeline.whole_nbytes
+
+    counters = 2 * 4
+    assert run_ranks(body, 2) == [16 * 9 * 1024 + counters, None]
+
+
 def test_the_picture_shows_what_owners_keep() -> None:
     picture = pytest.importorskip("lightning_zero.timeline.picture")
     unit = UnitRecord("a", "float32", 64, 14, 16, 8, True, (("a.x", 0, 10, 1), ("a.y", 10, 4, 0)))

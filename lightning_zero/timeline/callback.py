@@ -171,15 +171,16 @@ class ZeroTimeline(Callback):
         offsets = clock_offsets(talk)
         units = describe_units(engine)
         chosen = record if talk.rank in self.ranks or talk.rank == 0 else None
-        records = objects.gather(talk, chosen, "timelines")
+        told = objects.gather(talk, (chosen, engine.ledger.held.optimizer), "timelines")
         if offsets is None:
             return None
         aligned = [
             each.shifted(offset)
-            for each, offset in zip(records, offsets, strict=True)
+            for (each, _), offset in zip(told, offsets, strict=True)
             if each is not None and (each.rank in self.ranks or talk.world_size == 1)
         ]
-        return assemble(engine, self._began, aligned or [records[0]], units)
+        state_nbytes = sum(nbytes for _, nbytes in told)
+        return assemble(engine, self._began, aligned or [told[0][0]], units, state_nbytes)
 
 
 def write(timeline: Timeline, stem: Path, formats: Sequence[Format]) -> list[Path]:

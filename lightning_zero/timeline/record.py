@@ -219,18 +219,27 @@ def _describe(unit: Unit, owners: dict[int, int]) -> UnitRecord:
     )
 
 
-def whole_nbytes(engine: ZeroEngine) -> int:
-    """Count what each rank would hold at rest if nothing were sharded, from what this one holds."""
+def whole_nbytes(engine: ZeroEngine, state_nbytes: int) -> int:
+    """Count what each rank would hold at rest if nothing were sharded.
+
+    Args:
+        engine: Of any rank.
+        state_nbytes: Bytes of the optimizers' state on all ranks together.
+    """
     params = grads = 0
     for unit in engine.units:
         nbytes = sum(slot.numel for slot in unit.slots) * unit.dtype.itemsize
         params += nbytes
         grads += nbytes if unit.is_trainable else 0
-    return params + grads + engine.ledger.held.optimizer * engine.collectives.world_size
+    return params + grads + state_nbytes
 
 
 def assemble(
-    engine: ZeroEngine, step: int, records: Sequence[RankRecord], units: list[UnitRecord]
+    engine: ZeroEngine,
+    step: int,
+    records: Sequence[RankRecord],
+    units: list[UnitRecord],
+    state_nbytes: int,
 ) -> Timeline:
     """Put the records of several ranks, whose clocks agree, on one clock that starts at 0."""
     start = min(record.start for record in records)
@@ -243,5 +252,5 @@ def assemble(
         units=units,
         ranks=ranks,
         duration=max(record.end for record in ranks),
-        whole_nbytes=whole_nbytes(engine),
+        whole_nbytes=whole_nbytes(engine, state_nbytes),
     )
