@@ -562,7 +562,7 @@ def test_a_fit_says_one_line_at_its_start_and_one_at_its_end(
         r"\d+(\.\d)? kB per rank, largest unit \d+(\.\d)? kB",
         said[0],
     ), said[0]
-    counts = r", \d+ gathers, \d+ reductions, \d+% of the time waiting for other ranks"
+    counts = r", \d+ gathers, \d+ reductions, \d+% of the time waiting and copying between ranks"
     assert re.fullmatch(
         rf"stage 3 held at most {re.escape(in_bytes(peak))} on rank 0, without activations"
         + (counts if world_size > 1 else ""),

@@ -70,5 +70,5 @@ class Stretch:
             parts.append(many(ledger.reductions - reductions, "reduction"))
             if talk.device.type == "cpu":  # elsewhere the host never waits
                 share = (ledger.waited - waited) / max(perf_counter() - began, 1e-9)
-                parts.append(f"{100 * share:.0f}% of the time waiting for other ranks")
+                parts.append(f"{100 * share:.0f}% of the time waiting and copying between ranks")
         return f"{parts[0]}, without activations" + "".join(f", {part}" for part in parts[1:])
