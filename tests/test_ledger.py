@@ -208,7 +208,7 @@ def test_gathers_reductions_and_waiting_are_counted() -> None:
             with engine.forward():
                 loss = module(torch.ones(1, WIDTH))
             if rank == 0:
-                time.sleep(0.1)
+                time.sleep(0.3)
             loss.backward()
             optimizer.step()
         return engine.ledger.gathers, engine.ledger.reductions, engine.ledger.waited
@@ -217,7 +217,7 @@ def test_gathers_reductions_and_waiting_are_counted() -> None:
     # Backward needs no values of the first layer; from the second pass on, the last one's stay.
     assert first[0] == second[0] == 2 * DEPTH + (DEPTH - 1) + (DEPTH - 2)
     assert first[1] == second[1] == 2 * DEPTH
-    assert second[2] - first[2] > 0.1  # the rank that slept was waited for, twice
+    assert second[2] > 0.3  # the rank that slept was waited for, twice
 
 
 def test_one_rank_holds_everything() -> None:
