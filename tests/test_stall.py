@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from parity import TRANSPORTS, talk_over
 from torch import Tensor, nn
 
+import lightning_zero
 from lightning_zero.engine.engine import ZeroEngine
 from ranks import expect_failures, run_ranks
 
@@ -250,3 +253,37 @@ def test_nothing_of_the_engine_is_left_after_close() -> None:
         return alive, len(dist.distributed_c10d._world.pg_map) - before
 
     assert run_ranks(body, 2) == [([], 0)] * 2
+
+
+ENDING = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from lightning_zero.engine.stall import StallMonitor
+
+class Slow:
+    '''A store whose calls take some time outside of Python.'''
+    store = dist.HashStore()
+    def clone(self):
+        return self
+    def set(self, *args):
+        self.store.set(*args)
+    def check(self, keys):
+        try:
+            self.store.wait(["never"], timedelta(milliseconds=int(sys.argv[1])))
+        except RuntimeError:
+            return False
+
+monitor = StallMonitor(Slow(), 0, 1, timeout=0.001)
+monitor._period = 0.0001
+time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize("milliseconds", [20, 80, 300])
+def test_a_process_may_end_while_a_monitor_asks_the_store(milliseconds: int) -> None:
+    root = str(Path(lightning_zero.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": root}
+    command = [sys.executable, "-c", ENDING, str(milliseconds)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +19,7 @@ from types import FrameType
 from torch.distributed.distributed_c10d import Store
 
 _log = logging.getLogger(__name__)
+_LAST_WORD = 15.0  # seconds that a thread may still take when the process ends
 _HIDDEN = ("torch", "lightning", "pytorch_lightning", "lightning_zero", "threading")
 
 
@@ -50,6 +53,7 @@ class StallMonitor:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._publish_often, daemon=True, name="zero-stall")
         self._thread.start()
+        _running.add(self)
 
     def issued(self, what: str) -> None:
         """Note the collective that this rank issued last."""
@@ -76,10 +80,14 @@ class StallMonitor:
         self.timeout = min(self.timeout, 2.0)
         self._asks = False
 
-    def stop(self) -> None:
-        """End the thread; the store may go away afterwards."""
+    def stop(self, timeout: float = 5.0) -> None:
+        """End the thread; the store may go away afterwards.
+
+        Args:
+            timeout: Seconds to wait for a call of the store that is under way.
+        """
         self._stop.set()
-        self._thread.join(timeout=5)
+        self._thread.join(timeout)
 
     def error(self, what: str) -> TimeoutError:
         """Build the error for a wait for ``what`` that ran out; asks all ranks what they do."""
@@ -115,10 +123,13 @@ class StallMonitor:
         return text
 
     def _publish_often(self) -> None:
-        # A client of its own: on a shared one a blocking call of the training thread would stop us.
-        with suppress(AttributeError, RuntimeError, NotImplementedError):
-            self._store = self._store.clone()  # type: ignore[attr-defined]
+        cloned = False
         while not self._stop.wait(self._period):
+            if not cloned:  # not before: to connect may take seconds, and most waits are short
+                # On a shared client a blocking call of the training thread would stop us.
+                with suppress(AttributeError, RuntimeError, NotImplementedError):
+                    self._store = self._store.clone()  # type: ignore[attr-defined]
+                cloned = True
             try:
                 self._look_at_watched()
                 self._publish(force=self._store.check(["asked"]))
@@ -153,6 +164,21 @@ class StallMonitor:
                 return f"{code.co_name} ({Path(code.co_filename).name}, line {frame.f_lineno})"
             frame = frame.f_back
         return ""
+
+
+_running: weakref.WeakSet[StallMonitor] = weakref.WeakSet()
+
+
+# A daemon thread that comes back from C++ while the interpreter is being finalized ends the process
+# with SIGABRT ("terminate called without an active exception", Python 3.11, torch 2.13).
+@atexit.register
+def _stop_all() -> None:
+    deadline = time.monotonic() + _LAST_WORD
+    monitors = list(_running)
+    for monitor in monitors:
+        monitor.stop(timeout=0.0)
+    for monitor in monitors:
+        monitor.stop(timeout=max(0.0, deadline - time.monotonic()))
 
 
 def as_timedelta(seconds: float) -> timedelta:
