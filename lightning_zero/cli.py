@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 _TRAINING = {
@@ -130,6 +131,13 @@ def _plan(arguments: Sequence[str]) -> int:
     except (*_HARMLESS, TypeError) as error:
         print(f"lightning-zero plan: {error}", file=sys.stderr)
         return 1
+
+
+def import_from_here() -> None:
+    """Let modules of the current directory be imported, as with ``python -m``."""
+    here = str(Path.cwd())
+    if not {here, ""} & set(sys.path):
+        sys.path.insert(0, here)
 
 
 def _convert(options: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
+from lightning_zero.cli import import_from_here
 from lightning_zero.strategy import register
 
 NAME = "lightning-zero"
@@ -36,9 +37,7 @@ def train(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: With status 2 after an error in the arguments, 0 after ``--help``.
     """
-    here = str(Path.cwd())
-    if not {here, ""} & set(sys.path):
-        sys.path.insert(0, here)
+    import_from_here()
     register()
     ZeroCLI(
         args=None if arguments is None else list(arguments),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import sys
 import time
@@ -199,7 +198,7 @@ class _Job:
         with self._file(self.destination) as temporary:
             with open(temporary, "wb") as file:
                 write_archive(self.tree, file, advance)
-                _sync(file)
+                folder.sync_file(file)
             self._verify(temporary, self.tree)
         return [self.destination]
 
@@ -255,7 +254,7 @@ class _Job:
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2)
             with open(temporary, "w", encoding="utf-8") as file:
                 file.write(text + "\n")
-                _sync(file)
+                folder.sync_file(file)
         return [*files, index]
 
     def _safetensors(
@@ -263,7 +262,7 @@ class _Job:
     ) -> None:
         with open(path, "wb") as file:
             write_safetensors(weights, {"format": "pt", **ties}, file, advance)
-            _sync(file)
+            folder.sync_file(file)
         self._verify(path, {**weights, **{k: weights[v] for k, v in ties.items()}})
 
     def _untie(self) -> tuple[dict[str, TensorEntry], dict[str, str]]:
@@ -436,8 +435,3 @@ def _progress(wanted: bool, job: _Job) -> Iterator[Callable[[int], object]]:
             bar.update(nbytes)
 
         yield advance
-
-
-def _sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())

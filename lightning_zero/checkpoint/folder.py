@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, Any
 
 from lightning_zero.checkpoint.read_sharded import META_FILE, METADATA_FILE
 
@@ -144,6 +145,12 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sync_file(file: IO[Any]) -> None:
+    """Write what was written to an open file to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _hidden(path: Path, mark: str = "-") -> Path:

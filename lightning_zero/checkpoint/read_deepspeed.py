@@ -18,6 +18,7 @@ from typing import Any
 from lightning_zero.checkpoint.entries import Segment, TensorEntry, View
 from lightning_zero.checkpoint.pickles import Inert, read_archive
 from lightning_zero.checkpoint.places import Place
+from lightning_zero.engine.placement import Placement, placement_of
 
 _OWN_KEYS = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params "
@@ -88,9 +89,11 @@ class _Reader:
                 f"{folder}: {self.world_size} ranks wrote it, and there are '*_optim_states.pt' of "
                 f"{len(ranks)}: copy the files of all ranks"
             )
-        if self.stage == 3 and len(models) != len(ranks):
+        # Where parameters are sharded too, each is cut by itself; elsewhere a group's vector is.
+        self.cuts_each = placement_of(self.stage).parameters is Placement.SHARDED
+        if self.cuts_each and len(models) != len(ranks):
             raise FileNotFoundError(f"{folder}: '*_model_states.pt' of some ranks are missing")
-        key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+        key = "fp32_flat_groups" if self.cuts_each else "single_partition_of_fp32_groups"
         self.masters = [list(_get(state, key, folder)) for state in self.states]
         self.shapes = [dict(group) for group in _get(models[0], "param_shapes", folder)]
         self.places = self._place()
@@ -121,13 +124,13 @@ class _Reader:
         at = 0
         paddings = self.states[0].get("param_alignment_paddings")
         for number, group in enumerate(self.shapes):
-            if self.stage < 3:
+            if not self.cuts_each:
                 at = 0
             for position, (name, shape) in enumerate(group.items()):
-                places[name] = (number if self.stage < 3 else 0, at)
+                places[name] = (0 if self.cuts_each else number, at)
                 numel = math.prod(shape)
-                at += -(-numel // self.world_size) if self.stage == 3 else numel
-                if self.stage < 3 and paddings:
+                at += -(-numel // self.world_size) if self.cuts_each else numel
+                if paddings and not self.cuts_each:
                     at += paddings[number][position]
         return places
 
@@ -137,7 +140,7 @@ class _Reader:
         shape = next(tuple(group[name]) for group in self.shapes if name in group)
         where = f"{self.folder}: '{name}'"
         numel = math.prod(shape)
-        if self.stage < 3:
+        if not self.cuts_each:
             parts = _cut([rank[number] for rank in vectors], start, start + numel, where)
         else:
             share = -(-numel // self.world_size)
@@ -169,7 +172,7 @@ class _Reader:
 
     def _frozen(self, name: str) -> TensorEntry:
         shape = tuple(self.models[0]["frozen_param_shapes"][name])
-        models = self.models if self.stage == 3 else self.models[:1]
+        models = self.models if self.cuts_each else self.models[:1]
         parts = [model["frozen_param_fragments"][name] for model in models]
         where = f"{self.folder}: '{name}'"
         ranges = _cut(parts, 0, math.prod(shape), where)
@@ -178,7 +181,7 @@ class _Reader:
 
     def _optimizer(self) -> dict[str, Any] | None:
         """Rebuild the optimizer's state dict, keyed by name."""
-        key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
+        key = "optimizer_state_dict" if self.cuts_each else "base_optimizer_state"
         inner = [state.get(key) for state in self.states]
         if not all(isinstance(state, dict) and "state" in state for state in inner):
             return None
@@ -215,7 +218,7 @@ class _Reader:
 
     def _vector_of(self, name: str) -> int:
         number, start = self.places[name]
-        if self.stage < 3:
+        if not self.cuts_each:
             return number
         for vector, flat in enumerate(self.masters[0]):
             if start < flat.numel:

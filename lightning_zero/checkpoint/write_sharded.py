@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from lightning_zero.checkpoint.entries import TensorEntry
+from lightning_zero.checkpoint.folder import sync_file
 from lightning_zero.checkpoint.read_sharded import META_FILE, METADATA_FILE
 from lightning_zero.checkpoint.write_file import Advance, write_archive
 
@@ -50,16 +50,16 @@ def write_sharded(
                 written[identity] = _StorageInfo(_DATA_FILE, start, file.tell() - start)
             offset = torch.Size([0] * len(value.shape)) if is_tensor else None
             places[MetadataIndex(name, offset)] = written[identity]
-        _sync(file)
+        sync_file(file)
     with open(folder / META_FILE, "wb") as file:
         write_archive(dict(meta), file, advance)
-        _sync(file)
+        sync_file(file)
     paths = {name: path for name, (path, _) in values.items()}
     metadata = Metadata(described, planner_data=paths, storage_data=places, version="1.0.0")
     # Last, because a folder without it is not a checkpoint.
     with open(folder / METADATA_FILE, "wb") as file:
         pickle.dump(metadata, file)
-        _sync(file)
+        sync_file(file)
 
 
 def _describe(value: Any) -> Any:
@@ -99,8 +99,3 @@ def _is_nested(values: list[Any]) -> bool:
         isinstance(value, (Mapping, TensorEntry)) or (isinstance(value, list) and _is_nested(value))
         for value in values
     )
-
-
-def _sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())

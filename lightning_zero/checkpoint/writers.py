@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import warnings
 from collections.abc import Sequence
@@ -101,8 +100,7 @@ def write_file(path: Path, checkpoint: dict[str, Any]) -> None:
                 torch.save(checkpoint, file)
             except RuntimeError as error:  # of its archive, which hides why it could not be written
                 raise error.__context__ or error from None
-            file.flush()
-            os.fsync(file.fileno())
+            folder.sync_file(file)
         folder.put(unfinished, path)
     except BaseException:
         folder.discard(unfinished)
@@ -130,8 +128,7 @@ def _save(state: dict[str, Any], writer: StorageWriter, group: ProcessGroup | No
 def _write_bytes(path: Path, content: bytes) -> None:
     with open(path, "wb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        folder.sync_file(file)
 
 
 @dataclass(frozen=True)

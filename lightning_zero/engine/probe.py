@@ -87,7 +87,7 @@ def _try(optimizer: optim.Optimizer, scale: float) -> Findings:
         scales[index] = scale
         try:
             combines |= _differ(_run(optimizer, groups, scales)[index], together[index])
-        except Exception:
+        except Exception:  # whatever it raises without gradients, with them it has run
             needs_grads = True
     try:
         _run(optimizer, groups, [None] * count)

@@ -15,6 +15,7 @@ from jsonargparse import ArgumentParser, Namespace, get_loader
 from lightning.pytorch.cli import instantiate_class
 from torch import Tensor, nn, optim
 
+from lightning_zero.cli import import_from_here
 from lightning_zero.engine.kinds import OptimizerSharding
 from lightning_zero.engine.numerics import Cast
 from lightning_zero.planner.api import STRATEGIES, plan
@@ -53,9 +54,7 @@ def run(arguments: Sequence[str]) -> int:
         SystemExit: With status 2 after an error in the arguments, 0 after ``--help``.
         ValueError: As ``lightning_zero.plan`` raises it, and so are other errors.
     """
-    here = str(Path.cwd())
-    if not {here, ""} & set(sys.path):
-        sys.path.insert(0, here)
+    import_from_here()
     words = [_with_dashes(word) for word in arguments]
     parser = _parser()
     options = parser.parse_args([*_from_files(words), *words])
